@@ -96,7 +96,7 @@ def _build_config(
     hidden = fields.get_integer("hidden_size", maximum=_MAX_HIDDEN)
     layers = fields.get_integer("num_hidden_layers", maximum=_MAX_LAYERS)
     positions = fields.get_integer("max_position_embeddings", 2048, MAX_MODEL_LEN)
-    eps = fields.get_number("rms_norm_eps", 1e-6)
+    eps = fields.get_number("rms_norm_eps", fields.get_number("norm_eps", 1e-6))
     if eps < 0:
         raise BrokenModel(f"{where}: rms_norm_eps {eps} must be positive")
     traits = parse_traits(family, fields, layers)
@@ -108,7 +108,7 @@ def _build_config(
         vocab_size=fields.get_integer("vocab_size", maximum=_MAX_VOCABULARY),
         hidden_size=hidden,
         layers=layers,
-        intermediate_size=fields.get_integer("intermediate_size", maximum=_MAX_INTERMEDIATE),
+        intermediate_size=_parse_intermediate_size(fields),
         norm_eps=eps,
         max_model_len=context,
         dtype=_parse_dtype(fields, fallback),
@@ -119,6 +119,21 @@ def _build_config(
         notes=notes,
         task=task,
         **{field.name: getattr(traits, field.name) for field in dataclass_fields(traits)},
+    )
+
+
+def _parse_intermediate_size(fields: ConfigFields) -> int:
+    """Width of plain MLPs; LFM2 says of which another is derived, a multiple of a block."""
+    size = fields.get_integer(
+        "block_ff_dim", fields.get_integer("intermediate_size", maximum=_MAX_INTERMEDIATE)
+    )
+    if not fields.get_boolean("block_auto_adjust_ff_dim", False):
+        return size
+    block = fields.get_integer("block_multiple_of", 256, _MAX_INTERMEDIATE)
+    scaled = int(fields.get_positive("block_ffn_dim_multiplier", 1.0) * int(2 * size / 3))
+    inner = -(-scaled // block) * block
+    return ConfigFields({"intermediate_size": inner}, fields.where).get_integer(
+        "intermediate_size", maximum=_MAX_INTERMEDIATE
     )
 
 

@@ -146,6 +146,26 @@ def shared_qwen_experts(fields: ConfigFields, layers: int) -> ExpertsConfig:
     )
 
 
+def lfm2_experts(fields: ConfigFields, layers: int) -> ExpertsConfig:
+    """LFM2: sigmoid scores, perhaps corrected; Mixtral's names in another module."""
+    experts = ExpertsConfig(
+        num_experts=fields.get_integer("num_experts", maximum=_MAX_EXPERTS),
+        top_k=fields.get_integer("num_experts_per_tok"),
+        intermediate_size=fields.get_integer("moe_intermediate_size", maximum=MAX_EXPERT_SIZE),
+        renormalize=fields.get_boolean("norm_topk_prob", True),
+        scoring="sigmoid",
+        is_corrected=fields.get_boolean("use_expert_bias", True),
+        min_sum=1e-6,
+        scale=fields.get_positive("routed_scaling_factor", 1.0),
+        dense_layers=frozenset(range(min(layers, fields.get_count("num_dense_layers", 2)))),
+        module="feed_forward",
+        correction="expert_bias",
+        gate_up=("w1", "w3"),
+        down="w2",
+    )
+    return _check_experts(experts, layers, fields.where)
+
+
 def gpt_oss_experts(fields: ConfigFields, layers: int) -> ExpertsConfig:
     """gpt-oss: experts in all layers, with biases; gate and up are one projection."""
     experts = ExpertsConfig(

@@ -16,6 +16,7 @@ Supported ``architectures``:
 - ``MixtralForCausalLM``, ``Qwen2MoeForCausalLM``, ``Qwen3MoeForCausalLM``: experts
 - ``Qwen3NextForCausalLM``, ``Qwen3_5ForCausalLM``, ``Qwen3_5MoeForCausalLM``: gated delta rule in
   most layers, gated attention in the others
+- ``Lfm2ForCausalLM``, ``Lfm2MoeForCausalLM``: short convolutions in most layers
 - ``GptOssForCausalLM``: attention sinks, a clamped gate, experts in MXFP4
 - ``GlmForCausalLM``, ``Glm4ForCausalLM``: partial, interleaved RoPE
 - ``Glm4MoeForCausalLM``: GLM-4.5 to 4.7; experts with sigmoid scores, some shared
@@ -57,6 +58,8 @@ Family = Literal[
     "mixtral",
     "qwen2_moe",
     "qwen3_moe",
+    "lfm2",
+    "lfm2_moe",
     "qwen3_next",
     "qwen3_5_text",
     "qwen3_5_moe_text",
@@ -93,6 +96,8 @@ ARCHITECTURES: dict[str, Family] = {
     "Phi3ForCausalLM": "phi3",
     "MixtralForCausalLM": "mixtral",
     "Qwen3MoeForCausalLM": "qwen3_moe",
+    "Lfm2ForCausalLM": "lfm2",
+    "Lfm2MoeForCausalLM": "lfm2_moe",
     "Qwen3NextForCausalLM": "qwen3_next",
     "Qwen3_5ForCausalLM": "qwen3_5_text",
     "Qwen3_5MoeForCausalLM": "qwen3_5_moe_text",
@@ -129,6 +134,14 @@ CONFIG_DEFAULTS: dict[Family, dict[str, Any]] = {
         "num_experts_per_tok": 4,
         "moe_intermediate_size": 1408,
         "shared_expert_intermediate_size": 5632,
+    },
+    "lfm2": {"norm_eps": 1e-5, "block_auto_adjust_ff_dim": True},
+    "lfm2_moe": {
+        "norm_eps": 1e-5,
+        "num_experts": 32,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 1792,
+        "norm_topk_prob": True,
     },
     "qwen3_next": {
         "num_experts": 512,
@@ -228,6 +241,8 @@ _FAMILIES: dict[Family, Callable[[ConfigFields, int], FamilyTraits]] = {
     "mixtral": mixture_traits.mixtral,
     "qwen2_moe": mixture_traits.qwen2_moe,
     "qwen3_moe": mixture_traits.qwen3_moe,
+    "lfm2": family_traits.lfm2,
+    "lfm2_moe": mixture_traits.lfm2_moe,
     "qwen3_next": mixture_traits.qwen3_next,
     "qwen3_5_text": family_traits.qwen3_5,
     "qwen3_5_moe_text": mixture_traits.qwen3_5_moe,

@@ -6,7 +6,12 @@ See :mod:`molink.checkpoint.trait_fields` for defaults and errors.
 from dataclasses import replace
 
 from molink.checkpoint.config_fields import ConfigFields
-from molink.checkpoint.recurrent import parse_delta_rule, parse_linear_layers
+from molink.checkpoint.recurrent import (
+    parse_conv_layers,
+    parse_delta_rule,
+    parse_linear_layers,
+    parse_short_conv,
+)
 from molink.checkpoint.rope import (
     RopeConfig,
     RopeDefaults,
@@ -25,7 +30,7 @@ from molink.checkpoint.trait_fields import (
     refuse_other,
     refuse_windows,
 )
-from molink.checkpoint.traits import FamilyTraits, LayerNorms
+from molink.checkpoint.traits import FamilyTraits, LayerNorms, MlpNames
 from molink.errors import BrokenModel, UnsupportedModel
 
 _SANDWICH_NORMS = LayerNorms(
@@ -181,6 +186,22 @@ def delta_rule_traits(fields: ConfigFields, layers: int, *, is_grouped: bool) ->
         norm_offset=1.0,
         recurrent=parse_delta_rule(fields, is_grouped=is_grouped),
         recurrent_layers=parse_linear_layers(fields, layers),
+    )
+
+
+def lfm2(fields: ConfigFields, layers: int) -> FamilyTraits:
+    """LFM2: short convolutions in most layers."""
+    tied = fields.get_boolean("tie_word_embeddings", True)
+    return replace(
+        base_traits(fields, layers, rope=parse_rope(fields, RopeDefaults(theta=1e6))),
+        qk_norm="each head",
+        qk_norm_names=("q_layernorm", "k_layernorm"),
+        norms=LayerNorms(before_attention="operator_norm", before_mlp="ffn_norm"),
+        output_name="out_proj",
+        mlp_names=MlpNames("feed_forward", "w1", "w3", "w2"),
+        recurrent=parse_short_conv(fields),
+        recurrent_layers=parse_conv_layers(fields, layers),
+        tied_embeddings=fields.get_boolean("tie_embedding", tied),
     )
 
 

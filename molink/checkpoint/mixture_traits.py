@@ -14,6 +14,7 @@ from molink.checkpoint.experts import (
     gpt_oss_experts,
     granite_experts,
     hunyuan_experts,
+    lfm2_experts,
     minimax_experts,
     mixtral_experts,
     qwen_experts,
@@ -24,6 +25,7 @@ from molink.checkpoint.family_traits import (
     ernie_traits,
     granite,
     hunyuan_dense,
+    lfm2,
     qwen3_5,
 )
 from molink.checkpoint.rope import RopeDefaults, parse_rope
@@ -94,6 +96,11 @@ def qwen3_next(fields: ConfigFields, layers: int) -> FamilyTraits:
 def qwen3_5_moe(fields: ConfigFields, layers: int) -> FamilyTraits:
     """Qwen3.5 with the experts of Qwen3-Next."""
     return replace(qwen3_5(fields, layers), experts=shared_qwen_experts(fields, layers))
+
+
+def lfm2_moe(fields: ConfigFields, layers: int) -> FamilyTraits:
+    """LFM2 with experts in all layers but the first ones."""
+    return replace(lfm2(fields, layers), experts=lfm2_experts(fields, layers))
 
 
 def gpt_oss(fields: ConfigFields, layers: int) -> FamilyTraits:

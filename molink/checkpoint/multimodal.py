@@ -32,6 +32,8 @@ _TEXT_PREFIXES = {
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
     "model.language_model.": "model.",
+    # LFM2
+    "model.embedding_norm.": "model.norm.",
 }
 #: Names of a decoder that was saved without its outer model, as embedding models often are.
 _BARE_NAME = re.compile(r"embed_tokens\.|layers\.\d+\.(?:self_attn|linear_attn|mlp|\w*layernorm)\.")

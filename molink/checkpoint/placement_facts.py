@@ -17,7 +17,6 @@ from molink.checkpoint.tensor_layout import (
     first_stage_tensors,
     last_stage_tensors,
     layer_tensors,
-    recurrent_projections,
 )
 from molink.facts.dtypes import DTYPE_SIZES, KV_SCALE_BYTES, OUTPUT_MULTIPLE, narrow_dtype
 from molink.facts.kernels import MAX_KERNEL_HEAD_DIM
@@ -26,7 +25,7 @@ from molink.gguf.block_formats import fits_planes, fits_rows, resident_bytes
 from molink.gguf.ggml_types import find_packed
 
 #: Tensors before an MLP.
-_MIXER = re.compile(r"\.(self_attn|linear_attn)\.")
+_MIXER = re.compile(r"\.(self_attn|linear_attn|conv)\.")
 
 
 def model_facts(
@@ -176,7 +175,7 @@ def _mlp_width(config: ModelConfig, projections: TensorShapes) -> int:
 
 def _widest_mixer(config: ModelConfig, layers: Sequence[TensorShapes]) -> int:
     """Elements of the largest projection before an MLP, of which the row's are merged."""
-    recurrent = () if config.recurrent is None else recurrent_projections(config.recurrent)[0]
+    recurrent = () if config.recurrent is None else config.recurrent.projections
     together = (*attention_projections(config), *recurrent)
     widest = 0
     for projections in layers:
@@ -210,15 +209,8 @@ def _row_elements(config: ModelConfig, inner: int) -> int:
 
 
 def _recurrent_row_elements(config: ModelConfig) -> int:
-    """The same in a recurrent layer, of which all but the projection is float32.
-
-    Convolved channels three times (with the rows before, cast, and their result), queries and keys
-    of all value heads twice, and what heads read three times, with their gates.
-    """
-    shape = config.recurrent
-    if shape is None:
+    """The same in a recurrent layer."""
+    if config.recurrent is None:
         return 0
-    spread = 2 * shape.value_heads * shape.key_dim
-    wide = 3 * shape.channels + 2 * spread + 4 * shape.values_size
-    projected = 2 * (shape.channels + shape.values_size)
-    return projected + wide * DTYPE_SIZES["f32"] // DTYPE_SIZES[config.dtype]
+    computed, wide = config.recurrent.row_elements
+    return computed + wide * DTYPE_SIZES["f32"] // DTYPE_SIZES[config.dtype]

@@ -1,19 +1,73 @@
 """Layers that keep a recurrent state of each request instead of keys and values."""
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from math import prod
 
 from molink.checkpoint.config_fields import ConfigFields
 from molink.errors import BrokenModel, UnsupportedModel
 
-_FULL, _LINEAR = "full_attention", "linear_attention"
+_FULL = "full_attention"
 #: Limits for damaged configs.
 _MAX_HEADS = 1024
 _MAX_DIM = 1024
 _MAX_WIDTH = 64
 
 
+class RecurrentShape(ABC):
+    """Dimensions of a recurrent layer, and names of its tensors.
+
+    A causal convolution comes first; what follows it may keep more.
+    """
+
+    __slots__ = ()
+
+    #: Whether convolution and projections have biases.
+    is_biased: bool
+
+    @property
+    @abstractmethod
+    def conv_shape(self) -> tuple[int, int]:
+        """Rows that the convolution still needs, and its channels."""
+
+    @property
+    @abstractmethod
+    def memory_shape(self) -> tuple[int, ...]:
+        """Shape of what else is kept of a request."""
+
+    @property
+    @abstractmethod
+    def projections(self) -> dict[str, int]:
+        """Projections of a row that are merged into one, and their outputs."""
+
+    @property
+    @abstractmethod
+    def rate_projections(self) -> dict[str, int]:
+        """Likewise to numbers in which errors add up over rows; never quantized."""
+
+    @property
+    @abstractmethod
+    def output_projection(self) -> tuple[str, int]:
+        """The projection back to rows, and its inputs."""
+
+    @property
+    @abstractmethod
+    def small_tensors(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the other tensors."""
+
+    @property
+    @abstractmethod
+    def row_elements(self) -> tuple[int, int]:
+        """Elements of a row at their peak: in the compute type, and in float32."""
+
+    @property
+    def state_elements(self) -> int:
+        """Elements of a request's state in a layer."""
+        return prod(self.conv_shape) + prod(self.memory_shape)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DeltaRuleShape:
+class DeltaRuleShape(RecurrentShape):
     """The gated delta rule (Gated DeltaNet, arXiv 2412.06464, §3) behind a causal convolution.
 
     There are ``key_heads`` queries and keys of ``key_dim`` and ``value_heads`` values of
@@ -29,6 +83,7 @@ class DeltaRuleShape:
     value_dim: int
     conv_width: int
     is_grouped: bool = False
+    is_biased: bool = False
 
     @property
     def groups(self) -> int:
@@ -52,19 +107,106 @@ class DeltaRuleShape:
 
     @property
     def conv_shape(self) -> tuple[int, int]:
-        """Shape of the rows that the convolution still needs."""
+        """See :class:`RecurrentShape`."""
         return self.conv_width - 1, self.channels
 
     @property
-    def memory_shape(self) -> tuple[int, int, int]:
-        """Shape of the sums of keys times values."""
+    def memory_shape(self) -> tuple[int, ...]:
+        """Sums of keys times values."""
         return self.value_heads, self.key_dim, self.value_dim
 
     @property
-    def state_elements(self) -> int:
-        """Elements of a request's state in a layer."""
-        heads, rows, columns = self.memory_shape
-        return (self.conv_width - 1) * self.channels + heads * rows * columns
+    def projections(self) -> dict[str, int]:
+        """Queries, keys, values and gates."""
+        if self.is_grouped:
+            return {"linear_attn.in_proj_qkvz": self.channels + self.values_size}
+        return {
+            "linear_attn.in_proj_qkv": self.channels,
+            "linear_attn.in_proj_z": self.values_size,
+        }
+
+    @property
+    def rate_projections(self) -> dict[str, int]:
+        """Rates and decays."""
+        if self.is_grouped:
+            return {"linear_attn.in_proj_ba": 2 * self.value_heads}
+        return dict.fromkeys(("linear_attn.in_proj_b", "linear_attn.in_proj_a"), self.value_heads)
+
+    @property
+    def output_projection(self) -> tuple[str, int]:
+        """See :class:`RecurrentShape`."""
+        return "linear_attn.out_proj", self.values_size
+
+    @property
+    def small_tensors(self) -> dict[str, tuple[int, ...]]:
+        """The convolution, logarithms of decays, biases of their exponents, and a norm."""
+        return {
+            "linear_attn.conv1d.weight": (self.channels, 1, self.conv_width),
+            "linear_attn.A_log": (self.value_heads,),
+            "linear_attn.dt_bias": (self.value_heads,),
+            "linear_attn.norm.weight": (self.value_dim,),
+        }
+
+    @property
+    def row_elements(self) -> tuple[int, int]:
+        """Projected rows twice.
+
+        Convolved channels three times (with the rows before, cast, and their result), queries and
+        keys of all value heads twice, and what heads read three times, with their gates.
+        """
+        spread = 2 * self.value_heads * self.key_dim
+        wide = 3 * self.channels + 2 * spread + 4 * self.values_size
+        return 2 * (self.channels + self.values_size), wide
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShortConvShape(RecurrentShape):
+    """A gated convolution of ``conv_width`` rows over ``channels`` channels (LFM2).
+
+    A row is projected to two gates and to what is convolved: one before, the other after.
+    """
+
+    channels: int
+    conv_width: int
+    is_biased: bool = False
+
+    @property
+    def conv_shape(self) -> tuple[int, int]:
+        """See :class:`RecurrentShape`."""
+        return self.conv_width - 1, self.channels
+
+    @property
+    def memory_shape(self) -> tuple[int, ...]:
+        """Nothing."""
+        return (0,)
+
+    @property
+    def projections(self) -> dict[str, int]:
+        """The gate before, the gate after, and what is convolved."""
+        return {"conv.in_proj": 3 * self.channels}
+
+    @property
+    def rate_projections(self) -> dict[str, int]:
+        """None."""
+        return {}
+
+    @property
+    def output_projection(self) -> tuple[str, int]:
+        """See :class:`RecurrentShape`."""
+        return "conv.out_proj", self.channels
+
+    @property
+    def small_tensors(self) -> dict[str, tuple[int, ...]]:
+        """The convolution."""
+        weight: dict[str, tuple[int, ...]] = {
+            "conv.conv.weight": (self.channels, 1, self.conv_width)
+        }
+        return weight | ({"conv.conv.bias": (self.channels,)} if self.is_biased else {})
+
+    @property
+    def row_elements(self) -> tuple[int, int]:
+        """The projected row and a gated one; that, with the rows before, and the result."""
+        return 5 * self.channels, 3 * self.channels
 
 
 def parse_delta_rule(fields: ConfigFields, *, is_grouped: bool) -> DeltaRuleShape:
@@ -89,6 +231,19 @@ def parse_delta_rule(fields: ConfigFields, *, is_grouped: bool) -> DeltaRuleShap
     return shape
 
 
+def parse_short_conv(fields: ConfigFields) -> ShortConvShape:
+    """Parse the dimensions of layers with a short convolution.
+
+    Raises:
+        BrokenModel: a field is missing or invalid.
+    """
+    return ShortConvShape(
+        channels=fields.get_integer("hidden_size"),
+        conv_width=fields.get_integer("conv_L_cache", 3, _MAX_WIDTH),
+        is_biased=fields.get_boolean("conv_bias", False),
+    )
+
+
 def parse_linear_layers(fields: ConfigFields, layers: int) -> frozenset[int]:
     """Layers with ``linear_attention``, by ``layer_types`` or ``full_attention_interval``.
 
@@ -96,17 +251,34 @@ def parse_linear_layers(fields: ConfigFields, layers: int) -> frozenset[int]:
         UnsupportedModel: a layer is of another kind, or none has attention.
         BrokenModel: the list has another length.
     """
+    interval = fields.get_integer("full_attention_interval", 4)
+    attended = range(interval - 1, layers, interval)
+    return _parse_listed_layers(fields, layers, "linear_attention", frozenset(attended))
+
+
+def parse_conv_layers(fields: ConfigFields, layers: int) -> frozenset[int]:
+    """Layers with ``conv``, by ``layer_types``, or all but ``full_attn_idxs``.
+
+    Raises as :func:`parse_linear_layers`.
+    """
+    attended = fields.get_integers("full_attn_idxs")
+    return _parse_listed_layers(fields, layers, "conv", frozenset(attended or range(layers)))
+
+
+def _parse_listed_layers(
+    fields: ConfigFields, layers: int, kind: str, attended: frozenset[int]
+) -> frozenset[int]:
+    """Layers that ``layer_types`` says are of ``kind``; without that list, all but ``attended``."""
     listed = fields.get_strings("layer_types")
     if listed is None:
-        interval = fields.get_integer("full_attention_interval", 4)
-        listed = tuple(_LINEAR if layer % interval else _FULL for layer in range(1, layers + 1))
+        listed = tuple(_FULL if layer in attended else kind for layer in range(layers))
     if len(listed) != layers:
         raise BrokenModel(
             f"{fields.where}: layer_types has {len(listed)} entries for {layers} layers"
         )
-    other = next((kind for kind in listed if kind not in (_FULL, _LINEAR)), None)
+    other = next((each for each in listed if each not in (_FULL, kind)), None)
     if other is not None:
         raise UnsupportedModel(f"{fields.where}: layers with {other!r} are not supported")
     if _FULL not in listed:
         raise UnsupportedModel(f"{fields.where}: a model without {_FULL} is not supported")
-    return frozenset(layer for layer in range(layers) if listed[layer] == _LINEAR)
+    return frozenset(layer for layer in range(layers) if listed[layer] == kind)

@@ -2,7 +2,7 @@
 
 from molink.checkpoint.config import ModelConfig
 from molink.checkpoint.experts import ExpertsConfig
-from molink.checkpoint.recurrent import DeltaRuleShape
+from molink.checkpoint.recurrent import RecurrentShape
 from molink.checkpoint.traits import LatentShape
 
 EMBEDDING_NAME = "model.embed_tokens.weight"
@@ -14,12 +14,6 @@ QUERY_NORM_NAME, KEY_NORM_NAME = "self_attn.q_a_layernorm", "self_attn.kv_a_laye
 QUERY_NAME, KEY_VALUE_NAME = "self_attn.q_b_proj", "self_attn.kv_b_proj"
 #: The latter as two tensors.
 KEY_NAME, VALUE_NAME = "self_attn.k_b_proj", "self_attn.v_b_proj"
-
-#: The delta rule: weights of the convolution, logarithms of decays, biases of their exponents, and
-#: the norm of what a head reads.
-CONV_NAME, NORM_NAME = "linear_attn.conv1d", "linear_attn.norm"
-DECAY_NAME, DECAY_BIAS_NAME = "linear_attn.A_log", "linear_attn.dt_bias"
-RECURRENT_OUTPUT_NAME = "linear_attn.out_proj"
 
 TensorShapes = dict[str, tuple[int, ...]]
 #: Projection (without ``.weight``) → shape ``[out, in]``, and whether it has a bias.
@@ -49,26 +43,22 @@ def attention_projections(config: ModelConfig) -> tuple[str, ...]:
     return tuple(f"self_attn.{name}_proj" for name in names)
 
 
-def recurrent_projections(shape: DeltaRuleShape) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Names of a row's projections: to queries, keys, values and gates; to rates and decays."""
-    if shape.is_grouped:
-        return ("linear_attn.in_proj_qkvz",), ("linear_attn.in_proj_ba",)
-    return (
-        ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z"),
-        ("linear_attn.in_proj_b", "linear_attn.in_proj_a"),
-    )
-
-
 def latent_projections(latent: LatentShape) -> tuple[str, str]:
     """Names of the projections of a row to queries or their latents, and to latents of keys."""
     query = "q_a_proj" if latent.query_rank else "q_proj"
     return f"self_attn.{query}", "self_attn.kv_a_proj_with_mqa"
 
 
-def mlp_projections(config: ModelConfig) -> tuple[str, ...]:
-    """Names of a plain MLP's gate and up projections, in this order."""
-    names = ("gate_up",) if config.merged_gate_up else ("gate", "up")
-    return tuple(f"mlp.{name}_proj" for name in names)
+def attention_output(config: ModelConfig) -> str:
+    """Name of the projection of attended heads to rows."""
+    return f"self_attn.{config.output_name}"
+
+
+def mlp_projections(config: ModelConfig) -> tuple[tuple[str, ...], str]:
+    """Names of a plain MLP's gate and up projections, in order, and of its down projection."""
+    names = config.mlp_names
+    both = ("gate_up_proj",) if config.merged_gate_up else (names.gate, names.up)
+    return tuple(f"{names.module}.{name}" for name in both), f"{names.module}.{names.down}"
 
 
 def _small_tensors(config: ModelConfig, layer: int) -> TensorShapes:
@@ -77,7 +67,7 @@ def _small_tensors(config: ModelConfig, layer: int) -> TensorShapes:
         (f"{name}.weight" for name in config.norms.present_names), (config.hidden_size,)
     )
     if config.recurrent is not None and layer in config.recurrent_layers:
-        return shapes | _recurrent_small_tensors(config.recurrent)
+        return shapes | config.recurrent.small_tensors
     if config.sinks:
         shapes[SINKS_NAME] = (config.heads,)
     if config.latent is not None:
@@ -91,15 +81,6 @@ def _small_tensors(config: ModelConfig, layer: int) -> TensorShapes:
     return shapes
 
 
-def _recurrent_small_tensors(shape: DeltaRuleShape) -> TensorShapes:
-    return {
-        f"{CONV_NAME}.weight": (shape.channels, 1, shape.conv_width),
-        DECAY_NAME: (shape.value_heads,),
-        DECAY_BIAS_NAME: (shape.value_heads,),
-        f"{NORM_NAME}.weight": (shape.value_dim,),
-    }
-
-
 def _mixer_tensors(config: ModelConfig, layer: int) -> _Projections:
     """Projections of a layer before its MLP."""
     if config.recurrent is not None and layer in config.recurrent_layers:
@@ -107,16 +88,13 @@ def _mixer_tensors(config: ModelConfig, layer: int) -> _Projections:
     return _attention_tensors(config)
 
 
-def _recurrent_tensors(shape: DeltaRuleShape, hidden: int) -> _Projections:
-    rows, rates = recurrent_projections(shape)
-    every = shape.channels + shape.values_size
-    sizes = (every,) if shape.is_grouped else (shape.channels, shape.values_size)
-    rate_size = 2 * shape.value_heads // len(rates)
+def _recurrent_tensors(shape: RecurrentShape, hidden: int) -> _Projections:
+    output, inputs = shape.output_projection
     made: _Projections = {
-        name: ((size, hidden), False) for name, size in zip(rows, sizes, strict=True)
+        name: ((size, hidden), shape.is_biased)
+        for name, size in (shape.projections | shape.rate_projections).items()
     }
-    made |= dict.fromkeys(rates, ((rate_size, hidden), False))
-    return made | {RECURRENT_OUTPUT_NAME: ((hidden, shape.values_size), False)}
+    return made | {output: ((hidden, inputs), shape.is_biased)}
 
 
 def _attention_tensors(config: ModelConfig) -> _Projections:
@@ -130,7 +108,7 @@ def _attention_tensors(config: ModelConfig) -> _Projections:
     made: _Projections = {
         name: ((count, hidden), biased) for name, count in zip(names, rows, strict=True)
     }
-    return made | {"self_attn.o_proj": ((hidden, heads), config.output_bias)}
+    return made | {attention_output(config): ((hidden, heads), config.output_bias)}
 
 
 def _latent_tensors(config: ModelConfig, latent: LatentShape) -> _Projections:
@@ -140,7 +118,7 @@ def _latent_tensors(config: ModelConfig, latent: LatentShape) -> _Projections:
     made: _Projections = {
         query: ((latent.query_rank or queries, hidden), biased),
         key: ((latent.rank + latent.rope_dim, hidden), biased),
-        "self_attn.o_proj": ((hidden, heads * latent.value_dim), config.output_bias),
+        attention_output(config): ((hidden, heads * latent.value_dim), config.output_bias),
     }
     if latent.query_rank:
         made[QUERY_NAME] = (queries, latent.query_rank), False
@@ -155,10 +133,10 @@ def _latent_tensors(config: ModelConfig, latent: LatentShape) -> _Projections:
 
 def _mlp_tensors(config: ModelConfig) -> _Projections:
     hidden, inner, biased = config.hidden_size, config.intermediate_size, config.mlp_bias
-    names = mlp_projections(config)
-    rows = 2 * inner // len(names)
-    made: _Projections = dict.fromkeys(names, ((rows, hidden), biased))
-    return made | {"mlp.down_proj": ((hidden, inner), biased)}
+    both, down = mlp_projections(config)
+    rows = 2 * inner // len(both)
+    made: _Projections = dict.fromkeys(both, ((rows, hidden), biased))
+    return made | {down: ((hidden, inner), biased)}
 
 
 def _expert_tensors(experts: ExpertsConfig, hidden: int) -> _Projections:

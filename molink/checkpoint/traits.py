@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from molink.checkpoint.experts import ExpertsConfig
-from molink.checkpoint.recurrent import DeltaRuleShape
+from molink.checkpoint.recurrent import RecurrentShape
 from molink.checkpoint.rope import RopeConfig
 
 #: Slope of ``clamped_swiglu``'s sigmoid.
@@ -30,6 +30,16 @@ class LayerNorms:
         """Names that are present."""
         every = (self.before_attention, self.after_attention, self.before_mlp, self.after_mlp)
         return tuple(name for name in every if name is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class MlpNames:
+    """Names of a plain MLP and of its projections."""
+
+    module: str = "mlp"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +81,8 @@ class FamilyTraits:
 
     Layers: ``activation_limit`` belongs to ``clamped_swiglu``. ``norm_offset`` is added to all norm
     weights. ``residual_scale`` multiplies outputs of attention and MLP. ``merged_qkv`` and
-    ``merged_gate_up`` mean single tensors in the checkpoint. ``experts`` replace the MLP in some or
+    ``merged_gate_up`` mean single tensors in the checkpoint. ``output_name`` is that of
+    attention's projection to rows. ``experts`` replace the MLP in some or
     all layers. A checkpoint may hold ``unread_layers`` after the last, for
     multi-token prediction.
 
@@ -101,7 +112,7 @@ class FamilyTraits:
     mlp_bias: bool = False
     latent: LatentShape | None = None
     gated_heads: bool = False
-    recurrent: DeltaRuleShape | None = None
+    recurrent: RecurrentShape | None = None
     recurrent_layers: frozenset[int] = frozenset()
     qk_norm: HeadNorm = "none"
     qk_norm_names: tuple[str, str] = ("q_norm", "k_norm")
@@ -109,6 +120,8 @@ class FamilyTraits:
     norm_offset: float = 0.0
     merged_qkv: bool = False
     merged_gate_up: bool = False
+    output_name: str = "o_proj"
+    mlp_names: MlpNames = MlpNames()
     tied_embeddings: bool = False
     experts: ExpertsConfig | None = None
     unread_layers: int = 0

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from molink.checkpoint.recurrent import DeltaRuleShape
+from molink.checkpoint.recurrent import RecurrentShape
 from molink.errors import InvariantError
 from molink.stage.batch import SequenceRows
 from molink.stage.device_copy import upload_integers
 
 
-def slot_bytes(shape: DeltaRuleShape | None, layers: int) -> int:
+def slot_bytes(shape: RecurrentShape | None, layers: int) -> int:
     """Bytes of a slot over ``layers`` recurrent layers."""
     return 0 if shape is None else layers * shape.state_elements * torch.float32.itemsize
 
@@ -38,12 +38,12 @@ class StatePool:
     """
 
     def __init__(
-        self, shape: DeltaRuleShape, layers: int, slots: int, device: torch.device
+        self, shape: RecurrentShape, layers: int, slots: int, device: torch.device
     ) -> None:
         self.slots = slots
         self._device = device
-        #: By layer: rows before the next ones, ``[slots, conv_width - 1, channels]``, and sums of
-        #: keys times values, ``[slots, value_heads, key_dim, value_dim]``.
+        #: By layer and slot: rows before the next ones, ``[conv_width - 1, channels]``, and sums of
+        #: keys times values, ``[value_heads, key_dim, value_dim]``, if the layers have some.
         self.conv_rows = torch.zeros(layers, slots, *shape.conv_shape, device=device)
         self.memories = torch.zeros(layers, slots, *shape.memory_shape, device=device)
 

@@ -546,6 +546,35 @@ def test_qwen3_5_has_projections_by_kind(load: Callable[..., Any]) -> None:
     assert (experts.intermediate_size, experts.shared_intermediate_size) == (512, 512)
 
 
+def test_lfm2_has_short_convolutions(load: Callable[..., Any]) -> None:
+    fields = {"full_attn_idxs": [1, 3], "norm_eps": 3e-5, "rms_norm_eps": ...}
+    config = load("lfm2", block_ff_dim=12288, **fields)
+    assert (config.recurrent_layers, config.norm_eps) == ({0, 2}, 3e-5)
+    assert (config.intermediate_size, config.tied_embeddings, config.rope.theta) == (
+        8192,
+        True,
+        1e6,
+    )
+    shapes = layer_tensors(config, 0)
+    assert shapes["model.layers.0.conv.conv.weight"] == (96, 1, 3)
+    assert shapes["model.layers.0.conv.in_proj.weight"] == (3 * 96, 96)
+    assert shapes["model.layers.0.feed_forward.w2.weight"] == (96, 8192)
+    assert layer_tensors(config, 1)["model.layers.1.self_attn.out_proj.weight"] == (96, 96)
+    plain = load("lfm2", block_auto_adjust_ff_dim=False, tie_embedding=False)
+    assert (plain.intermediate_size, plain.tied_embeddings, plain.keeps_states) == (
+        128,
+        False,
+        False,
+    )
+    listed = ["conv", FULL, "conv", FULL]
+    experts = load("lfm2_moe", layer_types=listed, num_experts=8).experts
+    assert (experts.dense_layers, experts.scoring, experts.is_corrected) == (
+        {0, 1},
+        "sigmoid",
+        True,
+    )
+
+
 def test_gemma2(load: Callable[..., Any]) -> None:
     config = load("gemma2", hidden_act="gelu_pytorch_tanh", query_pre_attn_scalar=144)
     assert (config.head_dim, config.attention_scale) == (256, 1 / 12)
@@ -640,6 +669,12 @@ def test_gemma3_in_both_spellings(load: Callable[..., Any]) -> None:
         ("qwen3_next", {"linear_conv_kernel_dim": 10**6}, "linear_conv_kernel_dim must be at most"),
         ("qwen3_next", {"linear_key_head_dim": 0}, "linear_key_head_dim"),
         ("qwen3_5_text", {"full_attention_interval": 0}, "full_attention_interval"),
+        ("lfm2", {"layer_types": ["conv", FULL]}, "layer_types has 2 entries for 4 layers"),
+        ("lfm2", {"conv_L_cache": 0}, "conv_L_cache"),
+        ("lfm2", {"block_multiple_of": 2**30}, "block_multiple_of"),
+        ("lfm2", {"block_ffn_dim_multiplier": -1}, "block_ffn_dim_multiplier must be positive"),
+        ("lfm2", {"block_ffn_dim_multiplier": 10**9}, "intermediate_size"),
+        ("lfm2_moe", {"num_experts_per_tok": 33}, "num_experts_per_tok 33 exceeds the 32"),
         ("glm4_moe", {"n_routed_experts": 9, "n_group": 2}, "9 experts can't be divided into"),
         ("glm4_moe", {"n_routed_experts": 8, "n_group": 8}, "groups of 2 or more"),
         ("glm4_moe", {"n_group": 2, "topk_group": 3}, "topk_group 3 exceeds n_group 2"),
@@ -689,6 +724,7 @@ def test_impossible_fields_are_named(
         ("gpt_oss", {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ("smollm3", {"use_sliding_window": True, "sliding_window": 8}, "sliding_attention"),
         ("qwen3", {"layer_types": ["chunked_attention"] * 4}, "chunked_attention"),
+        ("lfm2", {"layer_types": [LINEAR] * 4}, "layers with 'linear_attention'"),
         ("qwen3_next", {"layer_types": ["conv"] * 4}, "layers with 'conv' are not supported"),
         ("qwen3_next", {"layer_types": [LINEAR] * 4}, "without full_attention"),
         ("qwen3_5_text", {"attn_output_gate": False}, "attn_output_gate"),

@@ -6,8 +6,8 @@ import pytest
 
 from molink.checkpoint.config import ModelConfig
 from molink.checkpoint.families import ARCHITECTURES
+from molink.checkpoint.model_folder import scan_tensors
 from molink.checkpoint.prequantized import required_tensors
-from molink.checkpoint.safetensors_header import read_header
 from molink.checkpoint.tensor_layout import layer_tensors, stage_tensors
 from tests.support.models import MakeModel
 
@@ -18,7 +18,7 @@ def test_names_and_shapes_are_those_of_a_checkpoint(
 ) -> None:
     folder = make_model(tmp_path, family)
     config = ModelConfig.load_folder(folder)
-    found = read_header(folder / "model.safetensors")
+    found = scan_tensors(folder)
     wanted = required_tensors(stage_tensors(config, 0, config.layers), "none", found)
     stored = {name: span.shape for name, span in found.items()}
     assert {name: one.shape for name, one in wanted.items()} == stored

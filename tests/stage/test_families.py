@@ -167,6 +167,21 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "hunyuan_v1_moe": ("hunyuan_v1_moe", {}),
+    "lfm2": ("lfm2", {"block_multiple_of": 32, "block_ffn_dim_multiplier": 1.7}),
+    "lfm2 biased": (
+        "lfm2",
+        {
+            "conv_bias": True,
+            "conv_L_cache": 5,
+            "block_auto_adjust_ff_dim": False,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "lfm2_moe": ("lfm2_moe", {}),
+    "lfm2_moe uncorrected": (
+        "lfm2_moe",
+        {"use_expert_bias": False, "norm_topk_prob": False, "routed_scaling_factor": 2.0},
+    ),
     "qwen3_next": ("qwen3_next", {}),
     "qwen3_next some dense": (
         "qwen3_next",
@@ -237,6 +252,8 @@ KINDS = (
     "glm4",
     "glm4_moe",
     "glm4_moe_lite",
+    "lfm2 biased",
+    "lfm2_moe",
     "qwen3_next",
     "qwen3_5",
     "gemma2",
@@ -298,7 +315,7 @@ def test_experts_in_stacks_are_those_of_separate_tensors(
     assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5"])
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5", "lfm2"])
 def test_recurrent_layers_in_stages_of_one_layer(
     folder_of: Callable[..., Path],
     make_ring: type[Ring],
@@ -317,6 +334,7 @@ def test_recurrent_layers_in_stages_of_one_layer(
         if states := stage._layer_pass.states:
             with torch.inference_mode():
                 states.memories.fill_(torch.nan)
+                states.conv_rows.fill_(torch.nan)
     # Another request in the same place finds nothing of the first one.
     for chunk in (1024, 7, 1):
         assert ring.generate(tokens[:40], 32, BLOCKS, chunk) == reference.generate(tokens[:40], 32)

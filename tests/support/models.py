@@ -17,7 +17,7 @@ CHAT_TEMPLATE = (
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 #: Corrections of experts' scores, parameters in some models and buffers in others.
-CORRECTIONS = "e_score_correction_bias"
+CORRECTIONS = ("e_score_correction_bias", "expert_bias")
 #: Families whose norms have weights around 0.
 ADD_ONE = ("gemma", "qwen3_next", "qwen3_5")
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -49,6 +49,8 @@ DELTA_RULE = {
     "linear_conv_kernel_dim": 4,
     "rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.25},
 }
+#: Short convolutions in such layers.
+SHORT_CONV = {"layer_types": ["conv", "conv", "full_attention", "conv"], "num_hidden_layers": 4}
 #: What small models of a family have beside what all have.
 FAMILY_FIELDS: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 12},
@@ -137,6 +139,14 @@ FAMILY_FIELDS: dict[str, dict[str, Any]] = {
         "intermediate_size": 32,
         "sliding_window": 10,
         "swiglu_limit": 1.5,
+    },
+    "lfm2": SHORT_CONV,
+    "lfm2_moe": {
+        **SHORT_CONV,
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "num_dense_layers": 1,
     },
     "qwen3_next": {
         **DELTA_RULE,

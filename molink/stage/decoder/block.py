@@ -8,6 +8,7 @@ from torch import Tensor
 
 from molink.checkpoint.config import ModelConfig
 from molink.checkpoint.experts import ExpertsConfig
+from molink.checkpoint.recurrent import DeltaRuleShape, ShortConvShape
 from molink.checkpoint.tensor_layout import mlp_projections
 from molink.stage.decoder.delta_net import load_delta_net
 from molink.stage.decoder.grouped_experts import GroupedExpertMlp
@@ -17,6 +18,7 @@ from molink.stage.decoder.norm import AddResidual, IdentityNorm, Norm
 from molink.stage.decoder.operators import RowOperators
 from molink.stage.decoder.router import ExpertRouter
 from molink.stage.decoder.self_attention import load_attention
+from molink.stage.decoder.short_conv import load_short_conv
 from molink.stage.linear import ExpertLinear, PlainLinear
 from molink.stage.torch_dtypes import residual_dtype
 from molink.stage.weights.weight_reader import WeightReader
@@ -97,8 +99,12 @@ def load_block(
 def _load_mixer(
     reader: WeightReader, config: ModelConfig, operators: RowOperators, layer: int, index: int
 ) -> Mixer:
-    if config.recurrent is not None and layer in config.recurrent_layers:
-        return load_delta_net(reader, config, config.recurrent, layer, index)
+    if layer in config.recurrent_layers:
+        match config.recurrent:
+            case DeltaRuleShape() as shape:
+                return load_delta_net(reader, config, shape, layer, index)
+            case ShortConvShape() as shape:
+                return load_short_conv(reader, shape, layer, index)
     return load_attention(reader, config, operators.append_heads, layer, index)
 
 
@@ -119,7 +125,7 @@ def _load_mlp(
     scales = reader.dtype == torch.float16 and config.dtype != "f16"
     experts = config.layer_experts(layer)
     if experts is None:
-        return gated(mlp_projections(config), "mlp.down_proj", config.mlp_bias)
+        return gated(*mlp_projections(config), config.mlp_bias)
     router = _load_router(reader, experts, prefix)
     stacked = _load_stacked(reader, experts, prefix)
     chosen: Mlp

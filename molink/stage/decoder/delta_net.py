@@ -9,15 +9,8 @@ from torch.nn.functional import rms_norm, silu, softplus
 
 from molink.checkpoint.config import ModelConfig
 from molink.checkpoint.recurrent import DeltaRuleShape
-from molink.checkpoint.tensor_layout import (
-    CONV_NAME,
-    DECAY_BIAS_NAME,
-    DECAY_NAME,
-    NORM_NAME,
-    RECURRENT_OUTPUT_NAME,
-    recurrent_projections,
-)
 from molink.errors import InvariantError
+from molink.stage.decoder.causal_conv import CausalConv, load_conv
 from molink.stage.decoder.delta_rule import run_chunks, update_memories
 from molink.stage.decoder.mixer import ForwardContext, StateContext
 from molink.stage.linear import Projection
@@ -33,8 +26,7 @@ class DeltaNet:
     """Weights of such a layer; small ones are float32.
 
     ``rows`` projects to queries, keys, values and gates, ``rates`` to rates and decays.
-    ``conv_weight`` is ``[conv_width, channels]``, ``decays`` (negative) and ``decay_bias``
-    ``[value_heads]``, ``norm_weight`` ``[value_dim]``.
+    ``decays`` (negative) and ``decay_bias`` are ``[value_heads]``, ``norm_weight`` ``[value_dim]``.
     """
 
     #: A step's states are gathered by numbers that the host knows.
@@ -44,7 +36,7 @@ class DeltaNet:
     shape: DeltaRuleShape
     rows: Projection
     rates: Projection
-    conv_weight: Tensor
+    conv: CausalConv
     decays: Tensor
     decay_bias: Tensor
     norm_weight: Tensor
@@ -57,7 +49,7 @@ class DeltaNet:
             raise InvariantError("a recurrent layer got no states")
         mixed, gates = self._split_rows(self.rows(normed))
         rates, decays = self._split_rates(self.rates(normed))
-        mixed = self._convolve(mixed, context.states)
+        mixed = silu(self.conv(mixed, context.states, self.index), inplace=True)
         read = self._apply_rule(mixed, decays, rates, context.states)
         read = rms_norm(read, self.norm_weight.shape, self.norm_weight, self.norm_eps)
         read = read.mul_(silu(gates.float()))
@@ -65,8 +57,9 @@ class DeltaNet:
 
     @property
     def nbytes(self) -> int:
-        small = (self.conv_weight, self.decays, self.decay_bias, self.norm_weight)
-        return self.rows.nbytes + self.rates.nbytes + self.output.nbytes + total_bytes(*small)
+        large = (self.rows, self.rates, self.conv, self.output)
+        small = total_bytes(self.decays, self.decay_bias, self.norm_weight)
+        return sum(part.nbytes for part in large) + small
 
     def with_index(self, index: int) -> "DeltaNet":
         """See :class:`~molink.stage.decoder.mixer.Mixer`."""
@@ -92,25 +85,6 @@ class DeltaNet:
         rates, decays = rows.float().view(len(rows), heads, -1).chunk(2, dim=2)
         steps = softplus(decays.flatten(1) + self.decay_bias)
         return rates.flatten(1).sigmoid(), steps.mul_(self.decays)
-
-    def _convolve(self, mixed: Tensor, states: StateContext) -> Tensor:
-        """Convolve each channel with the rows before, ``[T, channels]`` in float32."""
-        width, kept = self.shape.conv_width, states.pool.conv_rows[self.index]
-        rows, mixed = states.rows, mixed.float()
-        result = torch.empty_like(mixed)
-        if len(rows.single_rows):
-            new = mixed.index_select(0, rows.single_rows).unsqueeze(1)
-            window = torch.cat((kept.index_select(0, rows.single_slots), new), dim=1)
-            result.index_copy_(0, rows.single_rows, (window * self.conv_weight).sum(1))
-            kept.index_copy_(0, rows.single_slots, window[:, 1:])
-        for first, count, slot in rows.chunks:
-            window = torch.cat((kept[slot], mixed[first : first + count]))
-            part = result[first : first + count]
-            torch.mul(window[:count], self.conv_weight[0], out=part)
-            for offset in range(1, width):
-                part.addcmul_(window[offset : offset + count], self.conv_weight[offset])
-            kept[slot] = window[count:]
-        return silu(result, inplace=True)
 
     def _apply_rule(
         self, mixed: Tensor, decays: Tensor, rates: Tensor, states: StateContext
@@ -155,16 +129,15 @@ def load_delta_net(
     def read(name: str) -> Tensor:
         return reader.read_tensors(prefix + name, dtype=torch.float32)
 
-    rows, rates = recurrent_projections(shape)
     return DeltaNet(
         index=index,
         shape=shape,
-        rows=reader.load_projection([prefix + name for name in rows], False),
-        rates=reader.load_projection([prefix + name for name in rates], False),
-        conv_weight=read(f"{CONV_NAME}.weight").squeeze(1).t().contiguous(),
-        decays=read(DECAY_NAME).exp_().neg_(),
-        decay_bias=read(DECAY_BIAS_NAME),
-        norm_weight=read(f"{NORM_NAME}.weight"),
+        rows=reader.load_projection([prefix + name for name in shape.projections], False),
+        rates=reader.load_projection([prefix + name for name in shape.rate_projections], False),
+        conv=load_conv(reader, f"{prefix}linear_attn.conv1d", shape.is_biased),
+        decays=read("linear_attn.A_log").exp_().neg_(),
+        decay_bias=read("linear_attn.dt_bias"),
+        norm_weight=read("linear_attn.norm.weight"),
         norm_eps=config.norm_eps,
-        output=reader.load_projection([f"{prefix}{RECURRENT_OUTPUT_NAME}"], False),
+        output=reader.load_projection([prefix + shape.output_projection[0]], False),
     )

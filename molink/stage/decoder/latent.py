@@ -18,6 +18,7 @@ from molink.checkpoint.tensor_layout import (
     QUERY_NAME,
     QUERY_NORM_NAME,
     VALUE_NAME,
+    attention_output,
     latent_projections,
 )
 from molink.checkpoint.traits import LatentShape
@@ -117,5 +118,5 @@ def load_latent_attention(
         key_norm=norm(KEY_NORM_NAME),
         key_up=key_up.contiguous(),
     )
-    output = reader.load_projection([f"{prefix}self_attn.o_proj"], config.output_bias)
+    output = reader.load_projection([prefix + attention_output(config)], config.output_bias)
     return heads, LatentOutput(value_up.transpose(1, 2).contiguous(), output)

@@ -7,7 +7,11 @@ import torch
 from torch import Tensor
 
 from molink.checkpoint.config import ModelConfig
-from molink.checkpoint.tensor_layout import SINKS_NAME, attention_projections
+from molink.checkpoint.tensor_layout import (
+    SINKS_NAME,
+    attention_output,
+    attention_projections,
+)
 from molink.stage.decoder.latent import load_latent_attention
 from molink.stage.decoder.mixer import ForwardContext
 from molink.stage.decoder.norm import QueryKeyNorm
@@ -103,7 +107,7 @@ def _load_projections(
     names = [prefix + name for name in attention_projections(config)]
     return (
         reader.load_projection(names, config.attention_bias),
-        reader.load_projection([f"{prefix}self_attn.o_proj"], config.output_bias),
+        reader.load_projection([prefix + attention_output(config)], config.output_bias),
     )
 
 

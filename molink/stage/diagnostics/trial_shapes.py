@@ -13,7 +13,6 @@ from molink.checkpoint.tensor_layout import (
     attention_projections,
     layer_tensors,
     mlp_projections,
-    recurrent_projections,
     stage_tensors,
 )
 from molink.checkpoint.traits import Activation
@@ -163,8 +162,9 @@ def _projection_shapes(config: ModelConfig) -> set[tuple[int, int]]:
             for name, shape in layer_tensors(config, layer).items()
             if len(shape) == 2
         }
-        recurrent = () if config.recurrent is None else recurrent_projections(config.recurrent)
-        for together in (attention_projections(config), mlp_projections(config), *recurrent):
+        shape = config.recurrent
+        recurrent = () if shape is None else (shape.projections, shape.rate_projections)
+        for together in (attention_projections(config), mlp_projections(config)[0], *recurrent):
             merged = [weights.pop(name) for name in together if name in weights]
             if merged:
                 found.add((sum(shape[0] for shape in merged), merged[0][1]))
