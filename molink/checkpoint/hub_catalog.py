@@ -96,8 +96,11 @@ class HubCatalog:
     default_tags: dict[str, str]
 
     def find_entry(self, name: str) -> CatalogEntry | None:
-        """The entry ``FAMILY``, ``FAMILY:TAG`` or ``FAMILY:TAG-FORMAT``; case does not matter."""
-        name = name.lower()
+        """The entry ``FAMILY``, ``FAMILY:TAG`` or ``FAMILY:TAG-FORMAT``; case does not matter.
+
+        The tag ``latest`` means the default, as with Ollama.
+        """
+        name = name.lower().removesuffix(f"{_TAG_MARK}latest")
         if name in self.default_tags:
             name = f"{name}{_TAG_MARK}{self.default_tags[name]}"
         for entry in self.entries:

@@ -75,7 +75,7 @@ def test_names_are_found() -> None:
     eight = catalog.find_entry("qwen3:8b")
     assert eight is not None
     assert eight.source == "Qwen/Qwen3-8B-GGUF/Qwen3-8B-Q4_K_M.gguf"
-    for same in ("qwen3", "Qwen3:8B", "qwen3:8b-q4_k_m"):
+    for same in ("qwen3", "qwen3:latest", "Qwen3:8B", "qwen3:8b-q4_k_m"):
         assert catalog.find_entry(same) == eight
     whole = catalog.find_entry("qwen3:8b-bf16")
     assert whole is not None

@@ -47,10 +47,12 @@ class ModelCatalog:
                 return models[0]
             served = ", ".join(model.name for model in models)
             raise RequestError(f"`model` is required; available: {served}", "model")
-        entry = load_catalog().find_entry(name)
-        names = (name,) if entry is None else (name, short_name(entry.source))
         for model in models:
-            if model.name in names:
+            if model.name == name:
+                return model
+        entry = load_catalog().find_entry(name)
+        for model in models:
+            if entry is not None and model.name == short_name(entry.source):
                 return model
         served = ", ".join(model.name for model in models)
         raise ModelNotFound(f"model {name[:128]!r} not found; available: {served}")

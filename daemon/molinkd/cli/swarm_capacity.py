@@ -15,7 +15,7 @@ from molink.facts.model import Quantize
 from molink.sim.model_description import ModelDescription
 from molink.sim.model_fit import ModelFit, estimate_fit
 from molink.sim.profiles import load_device
-from molink.swarm.controller.status_schema import PeerStatus, SwarmStatus
+from molink.swarm.controller.status_schema import PeerStatus, SwarmStatus, decode_status
 from molink.swarm.placement.links import Links
 from molink.swarm.placement.placement import Candidate, candidate_from_device
 from molinkd.cli import daemon_client
@@ -63,8 +63,12 @@ def find_capacity(home: Home) -> SwarmCapacity:
 
 
 def read_capacity(status: dict[str, object], quantize: Quantize = "none") -> SwarmCapacity:
-    """The capacity of a running swarm, from ``molink status --json``."""
-    found = msgspec.convert(status, SwarmStatus)
+    """The capacity of a running swarm, from ``molink status --json``.
+
+    Raises:
+        WireError: the status is malformed.
+    """
+    found = decode_status(msgspec.json.encode(status))
     online = [one for one in found.peers if one.state == "online"]
     offers = (_peer_candidate(one, found) for one in online)
     candidates = tuple(one for one in offers if one is not None)
