@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from molink.facts.drafts import AUTO_DRAFTS
 from molinkd.cli.swarm_file import ModelSection, SwarmFile, read_swarm_file
-from molinkd.peer.settings import SETTING_NAMES
+from molinkd.peer.settings import SETTING_NAMES, Settings
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [
@@ -166,6 +167,37 @@ def test_every_setting_is_documented() -> None:
     text = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)
     assert sorted(rows) == sorted(SETTING_NAMES)
+
+
+def spellings(value: object) -> set[str]:
+    """How docs/settings.md may write a default."""
+    if isinstance(value, tuple) and value:
+        return {"-".join(map(str, value))}
+    if not value and value is not False:
+        words = "none", "empty", "off", "auto", "host name", "all interfaces", "by the device", "0"
+        return set(words)
+    if isinstance(value, bool):
+        return {str(value).lower()}
+    if isinstance(value, int) and value >= 1 << 20:
+        return {f"{value >> 20} MiB", f"{value >> 30}GiB"}
+    return (
+        {"auto"}
+        if value == AUTO_DRAFTS
+        else {f"{value:g}" if value.__class__ is float else str(value)}
+    )
+
+
+def test_documented_defaults_are_those_of_the_code() -> None:
+    text = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \| `?([^|`]+?)`? \|", text, re.MULTILINE)
+    assert len(rows) == len(SETTING_NAMES)
+    settings = Settings()
+    wrong = []
+    for name, default in rows:
+        owner = settings if name in Settings.__struct_fields__ else settings.pipeline
+        if default not in spellings(getattr(owner, name)):
+            wrong.append(f"{name}: {default}")
+    assert wrong == []
 
 
 def test_swarm_file_fields_are_documented(tmp_path: Path) -> None:
