@@ -13,6 +13,7 @@ from molink.text.closed_schemas import forbid_extra_keys
 from molink.text.tool_calls import listed, marked
 from molink.text.tool_calls.create import AnswerFormat
 from molink.text.tool_calls.reasoning import is_tag_open
+from molink.text.tool_calls.tagged_grammar import TAG_LAYOUTS, answer_rule, call_rules
 
 #: JSON as models write it; with flexible white space some never stop.
 _LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -48,10 +49,15 @@ def build_call_grammar(
     rules = ["%llguidance {}", *_start_rule(form, quote, ids, tail)]
     rules.append(f"answer: {_answer_rule(form, quote, named=named, parallel=parallel)}")
     rules.append("call: " + " | ".join(f"call{number}" for number in range(len(tools))))
+    layout = None if form.tool_calls is None else TAG_LAYOUTS.get(form.tool_calls)
     for number, (name, schema) in enumerate(tools.items()):
-        shape = json.dumps({**forbid_extra_keys(schema or _NO_PARAMETERS), "x-guidance": _LAYOUT})
+        if layout is not None:
+            shape = schema or _NO_PARAMETERS
+            rules += call_rules(layout, quote, ids, f"call{number}", name, shape)
+            continue
+        whole = json.dumps({**forbid_extra_keys(schema or _NO_PARAMETERS), "x-guidance": _LAYOUT})
         call = _call_rule(form, quote, name, f"arguments{number}", named=named)
-        rules += [f"call{number}: {call}", f"arguments{number}: %json {shape}"]
+        rules += [f"call{number}: {call}", f"arguments{number}: %json {whole}"]
     return "\n".join(rules) + "\n"
 
 
@@ -83,6 +89,8 @@ def _reasoning_rule(
 
 def _answer_rule(form: AnswerFormat, quote: Quote, *, named: bool, parallel: bool) -> str:
     """One call, or several where the format allows that."""
+    if form.tool_calls in TAG_LAYOUTS:
+        return answer_rule(TAG_LAYOUTS[form.tool_calls], quote, parallel=parallel)
     match form.tool_calls:
         case "hermes":
             return 'call ("\\n" call)*' if parallel else "call"

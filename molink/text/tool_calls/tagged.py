@@ -312,6 +312,11 @@ def _json_types(schema: Any) -> set[str]:
     return set()
 
 
+def is_text(schema: Any) -> bool:
+    """Whether a property is a text and nothing else, so that its value is written as it is."""
+    return _json_types(schema) == {"string"}
+
+
 def _encode_value(text: str, types: set[str]) -> str:
     """A value as JSON: itself if it is, unless only a text may be meant; else as a text."""
     raw = text.strip()

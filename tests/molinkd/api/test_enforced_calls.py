@@ -52,12 +52,19 @@ def toy(folder: Path, template: str) -> Iterator[openai.OpenAI]:
         server.stop()
 
 
-@pytest.fixture(scope="module", params=["hermes", "llama", "mistral"])
+TEMPLATES = {name: tool_templates.ALL[name] for name in ("hermes", "llama", "mistral")} | {
+    "qwen3_coder": tool_templates.QWEN3_CODER,
+    # Without thoughts, which the bundled model would not end.
+    "deepseek": tool_templates.DEEPSEEK.replace("</think>", "").replace("<think>", ""),
+}
+
+
+@pytest.fixture(scope="module", params=sorted(TEMPLATES))
 def ask(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[openai.OpenAI]:
     folder = tmp_path_factory.mktemp("toy") / "tiny"
-    with toy(folder, tool_templates.ALL[request.param]) as client:
+    with toy(folder, TEMPLATES[request.param]) as client:
         yield client
 
 

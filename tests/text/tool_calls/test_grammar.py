@@ -163,12 +163,85 @@ def test_special_tokens_of_a_tokenizer(calls: Any, tmp_path: Path) -> None:
     assert mask == 1 << tokenizer.eos_ids[0]
 
 
+TAGGED_TOOLS: dict[str, Any] = {
+    "order": {
+        "type": "object",
+        "properties": {
+            "note": {"type": "string"},
+            "count": {"type": "integer"},
+            "size": {"enum": ["small", "large"]},
+            "place": {"$ref": "#/$defs/place"},
+        },
+        "required": ["note", "count"],
+        "$defs": {"place": {"type": "object", "properties": {"x": {"type": "number"}}}},
+    },
+    "now": None,
+}
+ORDER = {"note": "two\nlines </b>", "count": 5, "size": "large", "place": {"x": 1.5}}
+
+
+def tagged_answer(calls: str, values: dict[str, Any]) -> str:
+    """A call of ``order`` as a model of that format writes it."""
+    texts = [
+        (key, value if isinstance(value, str) else json.dumps(value))
+        for key, value in values.items()
+    ]
+    if calls == "glm":
+        keys = (f"<arg_key>{key}</arg_key>\n<arg_value>{text}</arg_value>\n" for key, text in texts)
+        return f"<tool_call>order\n{''.join(keys)}</tool_call>"
+    if calls == "minimax_m2":
+        keys = (f'<parameter name="{key}">{text}</parameter>\n' for key, text in texts)
+        inner = f'<invoke name="order">\n{"".join(keys)}</invoke>\n'
+        return f"<minimax:tool_call>\n{inner}</minimax:tool_call>"
+    keys = (f"<parameter={key}>\n{text}\n</parameter>\n" for key, text in texts)
+    tag = "seed:tool_call" if calls == "seed_oss" else "tool_call"
+    return f"<{tag}>\n<function=order>\n{''.join(keys)}</function>\n</{tag}>"
+
+
+@pytest.mark.parametrize("calls", ["qwen3_coder", "seed_oss", "glm", "minimax_m2"])
+def test_tagged_calls_are_let_through_and_read(calls: Any) -> None:
+    grammar = build_call_grammar(AnswerFormat(calls), TAGGED_TOOLS, {})
+    short = {key: ORDER[key] for key in ("note", "count")}
+    for values in (ORDER, short):
+        answer = tagged_answer(calls, values)
+        assert allows(grammar, answer)
+        parser = create_answer_parser(AnswerFormat(calls), TAGGED_TOOLS)
+        assert parser is not None
+        assert called(read(parser, [answer])) == [("order", values)]
+    for wrong in ({"note": "x"}, short | {"count": "x"}, short | {"size": "huge"}, {}):
+        assert not allows(grammar, tagged_answer(calls, wrong))
+    assert not allows(grammar, "Hello")
+    both = build_call_grammar(AnswerFormat(calls), TAGGED_TOOLS, {}, parallel=True)
+    one = tagged_answer(calls, short)
+    if calls == "minimax_m2":
+        inner = one.removeprefix("<minimax:tool_call>\n").removesuffix("</minimax:tool_call>")
+        twice = f"<minimax:tool_call>\n{inner}{inner}</minimax:tool_call>"
+    else:
+        twice = f"{one}\n{one}"
+    assert allows(both, twice)
+    assert not allows(grammar, twice)
+
+
+def test_tags_that_are_tokens_of_their_own(tmp_path: Path) -> None:
+    special = ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>")
+    special = (*special, "</arg_value>", "<|call|>")
+    folder = build_model(tmp_path / "m", "", special, "<|call|>")
+    tokenizer = Tokenizer.open(folder)
+    form = AnswerFormat("glm")
+    ids = tokenizer.find_special_ids(form.special_markers(tools=True))
+    assert "</arg_value>" in ids
+    grammar = build_grammar("grammar", build_call_grammar(form, TAGGED_TOOLS, ids))
+    matcher = compile_grammar(load_grammar_tokenizer(folder, tokenizer.vocab_size), grammar)
+    tokens = tokenizer.encode(tagged_answer("glm", ORDER), special=False)
+    assert matcher.try_consume_tokens(tokens) == len(tokens)
+
+
 def test_a_model_that_writes_no_calls() -> None:
     with pytest.raises(RequestError, match="is unknown"):
         grammar_for(None)
 
 
-@pytest.mark.parametrize("calls", ["qwen3_coder", "glm", "minimax_m2", "pythonic"])
+@pytest.mark.parametrize("calls", ["pythonic"])
 def test_calls_that_can_not_be_forced(calls: Any) -> None:
     with pytest.raises(RequestError, match=rf"\({calls}\) can't be forced; use `auto`"):
         grammar_for(calls)
