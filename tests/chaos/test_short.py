@@ -24,7 +24,7 @@ async def test_streams_outlive_any_process_and_any_pc(tmp_path: Path) -> None:
     paced = Swarm(tmp_path, 3, module="tests.support.slow_stages")
     for pc in paced.pcs:
         restore_measurements(Home(pc.home))
-    async with paced as swarm, Load(swarm, 16, tokens=60) as load:
+    async with paced as swarm, Load(swarm, 8, tokens=60) as load:
         verdict = await run_drill(swarm, load, faults, whole_s=0.0)
     save_measurements(Home(paced.founder.home))
     verdict.troubles += swarm.left_behind

@@ -20,7 +20,7 @@ TOKENS, AGAIN = 60, 60
 #: Stages that compute as fast as they can leave little to the PC that joins.
 PACED = "tests.support.slow_stages"
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 class Load:

@@ -136,6 +136,8 @@ class DemoSwarm:
             min_peers=self._count,
             dtype=self._dtype,
             quantize=self._quantize,
+            # Two for each peer would take a second of CPU and 180 MB each, beside the first answer.
+            standby_worker=False,
         )
 
     def _make_child(self, number: int) -> ChildProcess:

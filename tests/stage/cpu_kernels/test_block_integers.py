@@ -136,7 +136,7 @@ def test_products_equal_those_of_rounded_rows(cpu: str, name: str) -> None:
     for blocks in (1, 3):
         width = blocks * multiply.form.block
         rows = torch.randn(_WIDEST, width, generator=torch.Generator().manual_seed(2)).add(0.5)
-        for count in range(1, _WIDEST + 1):
+        for count in (1, 2, 3, 5, _WIDEST):
             check(multiply, blocks, rows[:count].to(multiply.dtype))
 
 
@@ -182,12 +182,12 @@ def test_results_depend_on_their_row_only(cpu: str, name: str) -> None:
     blocks = 1024 // alone.form.block
     codes, exact = stored(alone.form, blocks)
     weight = pack_blocks(alone.form, codes, alone.columns)
-    rows = torch.randn(70, exact.shape[1]).to(alone.dtype)
+    rows = torch.randn(30, exact.shape[1]).to(alone.dtype)
     together = alone(weight, rows, torch.zeros(_OUT))
     assert torch.equal(shared(weight, rows, torch.zeros(_OUT)), together)
     for count in (1, 2, 5, 7, 13):
         assert torch.equal(alone(weight, rows[:count], torch.zeros(_OUT)), together[:count])
-    assert torch.equal(alone(weight, rows[69:], torch.zeros(_OUT)), together[69:])
+    assert torch.equal(alone(weight, rows[29:], torch.zeros(_OUT)), together[29:])
 
 
 @formats
