@@ -123,7 +123,13 @@ def _build_config(
 
 
 def _parse_intermediate_size(fields: ConfigFields) -> int:
-    """Width of plain MLPs; LFM2 says of which another is derived, a multiple of a block."""
+    """Width of plain MLPs.
+
+    LFM2 says of which another is derived, a multiple of a block; Granite 4 without experts has only
+    shared ones.
+    """
+    if fields.get_value("num_local_experts") == 0:
+        return fields.get_integer("shared_intermediate_size", 1024, _MAX_INTERMEDIATE)
     size = fields.get_integer(
         "block_ff_dim", fields.get_integer("intermediate_size", maximum=_MAX_INTERMEDIATE)
     )

@@ -80,6 +80,10 @@ class ConfigFields:
     def _wrong_value(self, name: str, wanted: str, value: object) -> BrokenModel:
         return BrokenModel(f"{self.where}: {name} must be {wanted}, not {repr(value)[:80]}")
 
+    def get_value(self, name: str) -> Any:
+        """Return a value of any type, unchecked; ``None`` if absent."""
+        return self._raw.get(name)
+
     def get_integer(self, name: str, default: int | None = None, maximum: int = 2**31 - 1) -> int:
         """Return a positive integer of at most ``maximum``."""
         value = self._get_value(name, default)

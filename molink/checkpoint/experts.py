@@ -48,7 +48,8 @@ class ExpertsConfig(Routing):
     With ``has_bias`` all projections have biases, including the router. With ``has_wide_router``
     it computes in float32: 16 bits don't tell close scores apart. A shared expert of
     ``shared_intermediate_size`` (0 = none; several count as one) processes all rows; with
-    ``shared_gate`` it is weighted by a gate of its own.
+    ``shared_gate`` it is weighted by a gate of its own. ``shared_names`` are whole names of its
+    projections, if they don't follow from the others.
     """
 
     intermediate_size: int
@@ -64,6 +65,7 @@ class ExpertsConfig(Routing):
     shared_intermediate_size: int = 0
     shared: str = "shared_experts"
     shared_gate: str | None = None
+    shared_names: tuple[tuple[str, ...], str] | None = None
 
     @property
     def router_name(self) -> str:
@@ -88,7 +90,7 @@ class ExpertsConfig(Routing):
     @property
     def shared_projections(self) -> tuple[tuple[str, ...], str]:
         """Names of the shared expert's gate and up projections, and of its down projection."""
-        return self._projection_names(f"{self.module}.{self.shared}.")
+        return self.shared_names or self._projection_names(f"{self.module}.{self.shared}.")
 
     def expert_projections(self, index: int) -> tuple[tuple[str, ...], str]:
         """Names of an expert's gate and up projections, and of its down projection."""
@@ -109,6 +111,19 @@ def granite_experts(fields: ConfigFields, layers: int) -> ExpertsConfig:
         gate="router.layer",
     )
     return _check_experts(experts, layers, fields.where)
+
+
+def granite_hybrid_experts(fields: ConfigFields, layers: int) -> ExpertsConfig | None:
+    """Granite 4: as before beside a shared expert; ``None`` if there is only that one."""
+    if not fields.get_count("num_local_experts", 8):
+        return None
+    return replace(
+        granite_experts(fields, layers),
+        shared_intermediate_size=fields.get_integer(
+            "shared_intermediate_size", 1024, MAX_EXPERT_SIZE
+        ),
+        shared_names=(("shared_mlp.input_linear",), "shared_mlp.output_linear"),
+    )
 
 
 def mixtral_experts(fields: ConfigFields, layers: int) -> ExpertsConfig:

@@ -5,6 +5,7 @@ Supported ``architectures``:
 - ``LlamaForCausalLM``: Llama 2 and 3.x
 - ``GraniteForCausalLM``: Granite 3; factors of embeddings, scores, residuals and logits
 - ``GraniteMoeForCausalLM``: the same with experts
+- ``GraniteMoeHybridForCausalLM``: Granite 4; Mamba-2 in most layers
 - ``SeedOssForCausalLM``
 - ``Exaone4ForCausalLM``: OLMo's norms, RoPE in layers with windows only
 - ``SmolLM3ForCausalLM``: some layers without RoPE
@@ -46,6 +47,7 @@ Family = Literal[
     "llama",
     "granite",
     "granitemoe",
+    "granitemoehybrid",
     "seed_oss",
     "smollm3",
     "mistral",
@@ -85,6 +87,7 @@ ARCHITECTURES: dict[str, Family] = {
     "LlamaForCausalLM": "llama",
     "GraniteForCausalLM": "granite",
     "GraniteMoeForCausalLM": "granitemoe",
+    "GraniteMoeHybridForCausalLM": "granitemoehybrid",
     "SeedOssForCausalLM": "seed_oss",
     "SmolLM3ForCausalLM": "smollm3",
     "Olmo2ForCausalLM": "olmo2",
@@ -229,6 +232,7 @@ _FAMILIES: dict[Family, Callable[[ConfigFields, int], FamilyTraits]] = {
     "llama": family_traits.llama,
     "granite": family_traits.granite,
     "granitemoe": mixture_traits.granite_moe,
+    "granitemoehybrid": mixture_traits.granite_hybrid,
     "seed_oss": family_traits.seed_oss,
     "smollm3": family_traits.smollm3,
     "olmo2": family_traits.olmo2,

@@ -55,9 +55,14 @@ def llama(fields: ConfigFields, layers: int) -> FamilyTraits:
 
 
 def granite(fields: ConfigFields, layers: int) -> FamilyTraits:
-    """Llama with factors; logits are divided, everything else is multiplied."""
+    """Llama with factors."""
+    return scale_granite(llama(fields, layers), fields)
+
+
+def scale_granite(made: FamilyTraits, fields: ConfigFields) -> FamilyTraits:
+    """Add Granite's factors; logits are divided, everything else is multiplied."""
     return replace(
-        llama(fields, layers),
+        made,
         attention_scale=fields.get_positive("attention_multiplier"),
         embedding_scale=fields.get_positive("embedding_multiplier"),
         residual_scale=fields.get_positive("residual_multiplier"),

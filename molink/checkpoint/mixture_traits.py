@@ -13,6 +13,7 @@ from molink.checkpoint.experts import (
     ernie_experts,
     gpt_oss_experts,
     granite_experts,
+    granite_hybrid_experts,
     hunyuan_experts,
     lfm2_experts,
     minimax_experts,
@@ -27,7 +28,9 @@ from molink.checkpoint.family_traits import (
     hunyuan_dense,
     lfm2,
     qwen3_5,
+    scale_granite,
 )
+from molink.checkpoint.recurrent import parse_mamba2, parse_mamba_layers
 from molink.checkpoint.rope import RopeDefaults, parse_rope
 from molink.checkpoint.trait_fields import (
     MAX_HEADS,
@@ -40,7 +43,7 @@ from molink.checkpoint.trait_fields import (
     refuse_other,
     refuse_windows,
 )
-from molink.checkpoint.traits import SWIGLU_ALPHA, FamilyTraits, LatentShape
+from molink.checkpoint.traits import SWIGLU_ALPHA, FamilyTraits, LatentShape, MlpNames
 from molink.errors import BrokenModel, UnsupportedModel
 
 #: Of dimensions of latent attention.
@@ -50,6 +53,28 @@ _MAX_LATENT = 1024
 def granite_moe(fields: ConfigFields, layers: int) -> FamilyTraits:
     """Granite with experts."""
     return replace(granite(fields, layers), experts=granite_experts(fields, layers))
+
+
+def granite_hybrid(fields: ConfigFields, layers: int) -> FamilyTraits:
+    """Granite 4: Mamba-2 in most layers or in none, perhaps experts, perhaps no RoPE."""
+    positions = fields.get_string("position_embedding_type", "nope")
+    if positions not in ("nope", "rope"):
+        raise UnsupportedModel(
+            f"{fields.where}: position_embedding_type {positions!r} is not supported"
+        )
+    biased = fields.get_boolean("attention_bias", False)
+    recurrent = parse_mamba_layers(fields, layers)
+    return replace(
+        scale_granite(base_traits(fields, layers), fields),
+        unrotated_layers=frozenset(range(layers) if positions == "nope" else ()),
+        attention_bias=biased,
+        output_bias=biased,
+        merged_gate_up=True,
+        mlp_names=MlpNames("shared_mlp", down="output_linear", gate_up="input_linear"),
+        experts=granite_hybrid_experts(fields, layers),
+        recurrent=parse_mamba2(fields) if recurrent else None,
+        recurrent_layers=recurrent,
+    )
 
 
 def mixtral(fields: ConfigFields, layers: int) -> FamilyTraits:

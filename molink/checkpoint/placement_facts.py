@@ -25,7 +25,7 @@ from molink.gguf.block_formats import fits_planes, fits_rows, resident_bytes
 from molink.gguf.ggml_types import find_packed
 
 #: Tensors before an MLP.
-_MIXER = re.compile(r"\.(self_attn|linear_attn|conv)\.")
+_MIXER = re.compile(r"\.(self_attn|linear_attn|conv|mamba)\.")
 
 
 def model_facts(

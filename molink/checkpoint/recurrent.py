@@ -2,16 +2,20 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from math import prod
+from math import inf, prod
 
 from molink.checkpoint.config_fields import ConfigFields
 from molink.errors import BrokenModel, UnsupportedModel
 
 _FULL = "full_attention"
+#: As configs of Granite call them.
+_OLD_KINDS = {"attention": _FULL, "mamba": "linear_attention"}
 #: Limits for damaged configs.
 _MAX_HEADS = 1024
 _MAX_DIM = 1024
 _MAX_WIDTH = 64
+#: Spellings of no limits.
+_NO_LIMITS = ([0.0, inf], [0.0, {"__float__": "Infinity"}])
 
 
 class RecurrentShape(ABC):
@@ -22,7 +26,7 @@ class RecurrentShape(ABC):
 
     __slots__ = ()
 
-    #: Whether convolution and projections have biases.
+    #: Whether projections have biases.
     is_biased: bool
 
     @property
@@ -209,6 +213,79 @@ class ShortConvShape(RecurrentShape):
         return 5 * self.channels, 3 * self.channels
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mamba2Shape(RecurrentShape):
+    """Mamba-2 (arXiv 2405.21060) behind a causal convolution of ``conv_width`` rows.
+
+    There are ``heads`` values of ``head_dim`` (x there); each of ``groups`` queries and keys (C and
+    B) of ``state_size`` serves the same number of consecutive heads.
+    """
+
+    heads: int
+    head_dim: int
+    groups: int
+    state_size: int
+    conv_width: int
+    has_conv_bias: bool = True
+    is_biased: bool = False
+
+    @property
+    def inner_size(self) -> int:
+        """Elements of a row's values, and of its gates."""
+        return self.heads * self.head_dim
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution: values, keys and queries."""
+        return self.inner_size + 2 * self.groups * self.state_size
+
+    @property
+    def conv_shape(self) -> tuple[int, int]:
+        """See :class:`RecurrentShape`."""
+        return self.conv_width - 1, self.channels
+
+    @property
+    def memory_shape(self) -> tuple[int, ...]:
+        """Sums of keys times values."""
+        return self.heads, self.state_size, self.head_dim
+
+    @property
+    def projections(self) -> dict[str, int]:
+        """Gates, channels and steps."""
+        return {"mamba.in_proj": self.inner_size + self.channels + self.heads}
+
+    @property
+    def rate_projections(self) -> dict[str, int]:
+        """None: the steps are part of the projection."""
+        return {}
+
+    @property
+    def output_projection(self) -> tuple[str, int]:
+        """See :class:`RecurrentShape`."""
+        return "mamba.out_proj", self.inner_size
+
+    @property
+    def small_tensors(self) -> dict[str, tuple[int, ...]]:
+        """The convolution, logarithms of decays, what skips the state, biases of steps, a norm."""
+        shapes: dict[str, tuple[int, ...]] = {
+            "mamba.conv1d.weight": (self.channels, 1, self.conv_width),
+            "mamba.norm.weight": (self.inner_size,),
+        }
+        shapes |= dict.fromkeys(("mamba.A_log", "mamba.D", "mamba.dt_bias"), (self.heads,))
+        return shapes | ({"mamba.conv1d.bias": (self.channels,)} if self.has_conv_bias else {})
+
+    @property
+    def row_elements(self) -> tuple[int, int]:
+        """The projected row twice.
+
+        Convolved channels three times (with the rows before, cast, and their result), queries and
+        keys of all heads, and values four times (as they are, by their steps, read, and normed).
+        """
+        spread = 2 * self.heads * self.state_size
+        wide = 3 * self.channels + spread + 4 * self.inner_size
+        return 2 * (self.inner_size + self.channels + self.heads), wide
+
+
 def parse_delta_rule(fields: ConfigFields, *, is_grouped: bool) -> DeltaRuleShape:
     """Parse the dimensions of layers with ``linear_attention``.
 
@@ -244,6 +321,43 @@ def parse_short_conv(fields: ConfigFields) -> ShortConvShape:
     )
 
 
+def parse_mamba2(fields: ConfigFields) -> Mamba2Shape:
+    """Parse the dimensions of Mamba-2 layers.
+
+    Raises:
+        UnsupportedModel: steps have limits.
+        BrokenModel: a field is missing or invalid.
+    """
+    heads = fields.get_integer("mamba_n_heads", 128, _MAX_HEADS)
+    inner = fields.get_integer("mamba_expand", 2, _MAX_DIM) * fields.get_integer("hidden_size")
+    is_derived = fields.get_value("mamba_d_head") in (None, "auto")
+    shape = Mamba2Shape(
+        heads=heads,
+        head_dim=max(1, inner // heads) if is_derived else fields.get_integer("mamba_d_head"),
+        groups=fields.get_integer("mamba_n_groups", 1, _MAX_HEADS),
+        state_size=fields.get_integer("mamba_d_state", 256, _MAX_DIM),
+        conv_width=fields.get_integer("mamba_d_conv", 4, _MAX_WIDTH),
+        has_conv_bias=fields.get_boolean("mamba_conv_bias", True),
+        is_biased=fields.get_boolean("mamba_proj_bias", False),
+    )
+    if shape.inner_size != inner:
+        raise BrokenModel(
+            f"{fields.where}: mamba_n_heads {heads} of mamba_d_head {shape.head_dim} are not "
+            f"mamba_expand times hidden_size, {inner}"
+        )
+    if heads % shape.groups:
+        raise BrokenModel(
+            f"{fields.where}: mamba_n_heads {heads} is not a multiple of mamba_n_groups "
+            f"{shape.groups}"
+        )
+    limits = fields.get_value("time_step_limit")
+    if limits is not None and limits not in _NO_LIMITS:
+        raise UnsupportedModel(
+            f"{fields.where}: time_step_limit {str(limits)[:80]} is not supported"
+        )
+    return shape
+
+
 def parse_linear_layers(fields: ConfigFields, layers: int) -> frozenset[int]:
     """Layers with ``linear_attention``, by ``layer_types`` or ``full_attention_interval``.
 
@@ -265,6 +379,11 @@ def parse_conv_layers(fields: ConfigFields, layers: int) -> frozenset[int]:
     return _parse_listed_layers(fields, layers, "conv", frozenset(attended or range(layers)))
 
 
+def parse_mamba_layers(fields: ConfigFields, layers: int) -> frozenset[int]:
+    """Layers with Mamba-2, by ``layer_types``; raises as :func:`parse_linear_layers`."""
+    return _parse_listed_layers(fields, layers, "linear_attention", frozenset())
+
+
 def _parse_listed_layers(
     fields: ConfigFields, layers: int, kind: str, attended: frozenset[int]
 ) -> frozenset[int]:
@@ -272,6 +391,7 @@ def _parse_listed_layers(
     listed = fields.get_strings("layer_types")
     if listed is None:
         listed = tuple(_FULL if layer in attended else kind for layer in range(layers))
+    listed = tuple(_OLD_KINDS.get(each, each) for each in listed)
     if len(listed) != layers:
         raise BrokenModel(
             f"{fields.where}: layer_types has {len(listed)} entries for {layers} layers"

@@ -57,7 +57,7 @@ def attention_output(config: ModelConfig) -> str:
 def mlp_projections(config: ModelConfig) -> tuple[tuple[str, ...], str]:
     """Names of a plain MLP's gate and up projections, in order, and of its down projection."""
     names = config.mlp_names
-    both = ("gate_up_proj",) if config.merged_gate_up else (names.gate, names.up)
+    both = (names.gate_up,) if config.merged_gate_up else (names.gate, names.up)
     return tuple(f"{names.module}.{name}" for name in both), f"{names.module}.{names.down}"
 
 

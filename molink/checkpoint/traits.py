@@ -40,6 +40,8 @@ class MlpNames:
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
+    #: Gate and up as one tensor.
+    gate_up: str = "gate_up_proj"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,11 +22,13 @@ class StateRows:
     """The rows of a step by request.
 
     ``single_rows`` and ``single_slots`` (int64 ``[B]``, on the device) are rows alone of their
-    requests; ``chunks`` are first row, number of rows and slot of the others.
+    requests; ``sole_slot`` is the slot if there is one of them. ``chunks`` are first row, number of
+    rows and slot of the others.
     """
 
     single_rows: Tensor
     single_slots: Tensor
+    sole_slot: int | None
     chunks: tuple[tuple[int, int, int], ...]
 
 
@@ -76,4 +78,5 @@ class StatePool:
                 chunks.append((first, sequence.count, sequence.state_slot))
             first += sequence.count
         both = upload_integers(rows + slots, self._device)
-        return StateRows(both[: len(rows)], both[len(rows) :], tuple(chunks))
+        sole = slots[0] if len(slots) == 1 else None
+        return StateRows(both[: len(rows)], both[len(rows) :], sole, tuple(chunks))

@@ -24,6 +24,8 @@ SIZES = {
     "max_position_embeddings": 4096,
 }
 SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
+#: Granite's names of recurrent layers and of others.
+GRANITE = ["mamba", "attention"] * 2
 LISTS = {"short_factor": [1.0] * 9, "long_factor": [4.0] * 9}
 PHI4_MINI = {
     "partial_rotary_factor": 0.75,
@@ -575,6 +577,35 @@ def test_lfm2_has_short_convolutions(load: Callable[..., Any]) -> None:
     )
 
 
+def test_granite_4_has_mamba_or_attention(load: Callable[..., Any]) -> None:
+    fields = {"mamba_n_heads": 6, "mamba_d_state": 16, "mamba_n_groups": 2}
+    listed = ["mamba", "mamba", "attention", "mamba"]
+    config = load("granitemoehybrid", layer_types=listed, **fields)
+    assert config == load(
+        "granitemoehybrid",
+        layer_types=[LINEAR, LINEAR, FULL, LINEAR],
+        time_step_limit=[0.0, {"__float__": "Infinity"}],
+        mamba_d_head=32,
+        **fields,
+    )
+    assert (config.recurrent_layers, config.rope_index(2)) == ({0, 1, 3}, None)
+    shapes = layer_tensors(config, 0)
+    assert shapes["model.layers.0.mamba.in_proj.weight"] == (2 * 192 + 2 * 2 * 16 + 6, 96)
+    assert shapes["model.layers.0.mamba.conv1d.bias"] == (256,)
+    assert shapes["model.layers.0.shared_mlp.input_linear.weight"] == (2048, 96)
+    dense = load(
+        "granitemoehybrid",
+        layer_types=[FULL] * 4,
+        num_local_experts=0,
+        shared_intermediate_size=200,
+        position_embedding_type="rope",
+    )
+    assert (dense.experts, dense.recurrent, dense.intermediate_size) == (None, None, 200)
+    assert dense.rope_index(0) == 0
+    found = layer_tensors(dense, 3)
+    assert found["model.layers.3.shared_mlp.output_linear.weight"] == (96, 200)
+
+
 def test_gemma2(load: Callable[..., Any]) -> None:
     config = load("gemma2", hidden_act="gelu_pytorch_tanh", query_pre_attn_scalar=144)
     assert (config.head_dim, config.attention_scale) == (256, 1 / 12)
@@ -671,6 +702,16 @@ def test_gemma3_in_both_spellings(load: Callable[..., Any]) -> None:
         ("qwen3_5_text", {"full_attention_interval": 0}, "full_attention_interval"),
         ("lfm2", {"layer_types": ["conv", FULL]}, "layer_types has 2 entries for 4 layers"),
         ("lfm2", {"conv_L_cache": 0}, "conv_L_cache"),
+        (
+            "granitemoehybrid",
+            {"layer_types": GRANITE, "mamba_n_heads": 7},
+            "mamba_n_heads 7 of mamba_d_head 27 are not mamba_expand times hidden_size, 192",
+        ),
+        (
+            "granitemoehybrid",
+            {"layer_types": GRANITE, "mamba_n_heads": 6, "mamba_n_groups": 4},
+            "mamba_n_heads 6 is not a multiple of mamba_n_groups 4",
+        ),
         ("lfm2", {"block_multiple_of": 2**30}, "block_multiple_of"),
         ("lfm2", {"block_ffn_dim_multiplier": -1}, "block_ffn_dim_multiplier must be positive"),
         ("lfm2", {"block_ffn_dim_multiplier": 10**9}, "intermediate_size"),
@@ -725,6 +766,17 @@ def test_impossible_fields_are_named(
         ("smollm3", {"use_sliding_window": True, "sliding_window": 8}, "sliding_attention"),
         ("qwen3", {"layer_types": ["chunked_attention"] * 4}, "chunked_attention"),
         ("lfm2", {"layer_types": [LINEAR] * 4}, "layers with 'linear_attention'"),
+        ("granitemoehybrid", {}, "a model without full_attention"),
+        (
+            "granitemoehybrid",
+            {"layer_types": GRANITE, "mamba_n_heads": 6, "time_step_limit": [0.1, 2.0]},
+            r"time_step_limit \[0.1, 2.0\]",
+        ),
+        (
+            "granitemoehybrid",
+            {"layer_types": [FULL] * 4, "position_embedding_type": "alibi"},
+            "position_embedding_type 'alibi'",
+        ),
         ("qwen3_next", {"layer_types": ["conv"] * 4}, "layers with 'conv' are not supported"),
         ("qwen3_next", {"layer_types": [LINEAR] * 4}, "without full_attention"),
         ("qwen3_5_text", {"attn_output_gate": False}, "attn_output_gate"),

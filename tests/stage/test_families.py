@@ -13,7 +13,7 @@ from molink.stage.batch import SequenceRows
 from tests.support.models import MakeModel, stack_experts
 from tests.support.stage import Reference, Ring
 
-SLIDING, FULL = "sliding_attention", "full_attention"
+SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
 LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 10000.0,
@@ -50,6 +50,24 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "granite": ("granite", {}),
     "granite biased": ("granite", {"attention_bias": True, "mlp_bias": True}),
     "granitemoe": ("granitemoe", {}),
+    "granitemoehybrid": ("granitemoehybrid", {"layer_types": [LINEAR, LINEAR, FULL, LINEAR]}),
+    "granitemoehybrid dense": (
+        "granitemoehybrid",
+        {
+            "layer_types": [LINEAR, FULL, FULL, LINEAR],
+            "num_local_experts": 0,
+            "position_embedding_type": "rope",
+            "mamba_d_conv": 3,
+            "mamba_n_groups": 1,
+            "mamba_proj_bias": True,
+            "mamba_conv_bias": False,
+            "attention_bias": True,
+        },
+    ),
+    "granitemoehybrid without states": (
+        "granitemoehybrid",
+        {"layer_types": [FULL] * 4, "num_local_experts": 0, "tie_word_embeddings": True},
+    ),
     "seed_oss": ("seed_oss", {}),
     "seed_oss biased": (
         "seed_oss",
@@ -252,6 +270,8 @@ KINDS = (
     "glm4",
     "glm4_moe",
     "glm4_moe_lite",
+    "granitemoehybrid",
+    "granitemoehybrid dense",
     "lfm2 biased",
     "lfm2_moe",
     "qwen3_next",
@@ -315,7 +335,7 @@ def test_experts_in_stacks_are_those_of_separate_tensors(
     assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5", "lfm2"])
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5", "lfm2", "granitemoehybrid"])
 def test_recurrent_layers_in_stages_of_one_layer(
     folder_of: Callable[..., Path],
     make_ring: type[Ring],

@@ -8,10 +8,11 @@ from torch import Tensor
 
 from molink.checkpoint.config import ModelConfig
 from molink.checkpoint.experts import ExpertsConfig
-from molink.checkpoint.recurrent import DeltaRuleShape, ShortConvShape
+from molink.checkpoint.recurrent import DeltaRuleShape, Mamba2Shape, ShortConvShape
 from molink.checkpoint.tensor_layout import mlp_projections
 from molink.stage.decoder.delta_net import load_delta_net
 from molink.stage.decoder.grouped_experts import GroupedExpertMlp
+from molink.stage.decoder.mamba2 import load_mamba2
 from molink.stage.decoder.mixer import ForwardContext, Mixer
 from molink.stage.decoder.mlp import BoundedGate, ExpertMlp, GatedMlp, Mlp, SharedExpertMlp
 from molink.stage.decoder.norm import AddResidual, IdentityNorm, Norm
@@ -103,6 +104,8 @@ def _load_mixer(
         match config.recurrent:
             case DeltaRuleShape() as shape:
                 return load_delta_net(reader, config, shape, layer, index)
+            case Mamba2Shape() as shape:
+                return load_mamba2(reader, config, shape, layer, index)
             case ShortConvShape() as shape:
                 return load_short_conv(reader, shape, layer, index)
     return load_attention(reader, config, operators.append_heads, layer, index)

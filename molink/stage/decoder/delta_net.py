@@ -90,27 +90,17 @@ class DeltaNet:
         self, mixed: Tensor, decays: Tensor, rates: Tensor, states: StateContext
     ) -> Tensor:
         """Apply convolved rows to the memories; returns ``[T, value_heads, value_dim]``."""
-        shape, memories = self.shape, states.pool.memories[self.index]
+        shape = self.shape
         sizes = [shape.keys_size, shape.keys_size, shape.values_size]
         queries, keys, values = torch.split(mixed, sizes, dim=1)
-        given = (
+        parts = (
             self._spread_heads(queries) * shape.key_dim**-0.5,
             self._spread_heads(keys),
             values.view(len(mixed), shape.value_heads, shape.value_dim),
             decays,
             rates,
         )
-        result = mixed.new_empty(len(mixed), shape.value_heads, shape.value_dim)
-        rows = states.rows
-        if len(rows.single_rows):
-            chosen = (part.index_select(0, rows.single_rows) for part in given)
-            used = memories.index_select(0, rows.single_slots)
-            result.index_copy_(0, rows.single_rows, update_memories(used, *chosen))
-            memories.index_copy_(0, rows.single_slots, used)
-        for first, count, slot in rows.chunks:
-            parts = (part[first : first + count] for part in given)
-            result[first : first + count] = run_chunks(memories[slot], *parts)
-        return result
+        return states.apply_rows(self.index, parts, update_memories, run_chunks)
 
     def _spread_heads(self, rows: Tensor) -> Tensor:
         """Normed queries or keys of all value heads, ``[T, value_heads, key_dim]``."""

@@ -12,6 +12,8 @@ chunk depend on one another through a triangular system, and on rows before it t
 import torch
 from torch import Tensor
 
+from molink.stage.decoder.state_scan import fade_between
+
 #: Rows of a chunk: a product of that size is efficient, and its triangular system still small.
 _CHUNK_ROWS = 64
 
@@ -27,7 +29,7 @@ def update_memories(
     memories.mul_(decays.exp()[..., None, None])
     known = torch.matmul(keys.unsqueeze(-2), memories)
     corrections = (values.unsqueeze(-2) - known).mul_(rates[..., None, None])
-    memories.add_(keys.unsqueeze(-1) * corrections)
+    memories.addcmul_(keys.unsqueeze(-1), corrections)
     return torch.matmul(queries.unsqueeze(-2), memories).squeeze(-2)
 
 
@@ -53,10 +55,7 @@ def _run_chunk(
     """The same for a chunk whose tensors begin with heads, as the result does."""
     total = decays.cumsum(-1)  # [H, T]: since the chunk's begin
     faded = total.exp().unsqueeze(-1)
-    # Between two rows, [H, T, T]; later rows have no effect on earlier ones.
-    later = torch.ones(total.shape[-1], total.shape[-1], dtype=torch.bool, device=total.device)
-    between = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill_(later.triu_(1), -torch.inf)
-    between = between.exp_()
+    between = fade_between(total)
     transposed = keys.transpose(-1, -2)
     rated = keys * rates.unsqueeze(-1)
     # Row i corrects the memory that rows before it leave: (I + A) C = B (V - faded K S).

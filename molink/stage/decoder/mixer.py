@@ -1,8 +1,10 @@
 """What mixes a layer's rows: attention, or a recurrent state."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from molink.stage.attention.base import LayerAttention
@@ -16,6 +18,35 @@ class StateContext:
 
     pool: StatePool
     rows: StateRows
+
+    def apply_rows(
+        self,
+        index: int,
+        parts: Sequence[Tensor],
+        update: Callable[..., Tensor],
+        run: Callable[..., Tensor],
+    ) -> Tensor:
+        """Apply rows to the memories of layer ``index`` in the pool; returns what they read.
+
+        Of ``parts`` (``[T, heads, …]``), the third are values, of the result's shape. ``update``
+        takes memories (``[B, heads, …]``, changed in place) and parts of one row for each, ``run``
+        a memory and parts of consecutive rows.
+        """
+        memories, rows = self.pool.memories[index], self.rows
+        result = torch.empty_like(parts[2])
+        if len(rows.single_rows):
+            chosen = (part.index_select(0, rows.single_rows) for part in parts)
+            if rows.sole_slot is None:
+                used = memories.index_select(0, rows.single_slots)
+                result.index_copy_(0, rows.single_rows, update(used, *chosen))
+                memories.index_copy_(0, rows.single_slots, used)
+            else:
+                used = memories[rows.sole_slot : rows.sole_slot + 1]
+                result.index_copy_(0, rows.single_rows, update(used, *chosen))
+        for first, count, slot in rows.chunks:
+            chunk = (part[first : first + count] for part in parts)
+            result[first : first + count] = run(memories[slot], *chunk)
+        return result
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,7 +98,9 @@ class States:
         self.answers[message.key].append(message.token)
 
 
-@pytest.fixture(scope="module", params=["qwen3_next", "qwen3_5_text", "lfm2_moe"])
+@pytest.fixture(
+    scope="module", params=["qwen3_next", "qwen3_5_text", "lfm2_moe", "granitemoehybrid"]
+)
 def folder(request: pytest.FixtureRequest, make_model: MakeModel, tmp_path_factory: Any) -> Path:
     torch.set_num_threads(1)
     return make_model(tmp_path_factory.mktemp("states"), request.param, 3)

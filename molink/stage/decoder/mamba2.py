@@ -1,0 +1,112 @@
+"""A Mamba-2 layer (arXiv 2405.21060) instead of attention, as in Granite 4."""
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import rms_norm, silu, softplus
+
+from molink.checkpoint.config import ModelConfig
+from molink.checkpoint.recurrent import Mamba2Shape
+from molink.errors import InvariantError
+from molink.stage.decoder.causal_conv import CausalConv, load_conv
+from molink.stage.decoder.mixer import ForwardContext, StateContext
+from molink.stage.decoder.state_scan import scan_chunks, update_states
+from molink.stage.linear import Projection
+from molink.stage.linear.base import total_bytes
+from molink.stage.weights.weight_reader import WeightReader
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba2:
+    """Weights of such a layer; small ones are float32.
+
+    ``rows`` projects to gates, to values, keys and queries, and to steps. ``decays`` (negative),
+    ``step_bias`` and ``skips`` are ``[heads]``, ``norm_weight`` ``[heads * head_dim]``.
+    """
+
+    #: A step's states are gathered by numbers that the host knows.
+    capturable: ClassVar[bool] = False
+
+    index: int
+    shape: Mamba2Shape
+    rows: Projection
+    conv: CausalConv
+    decays: Tensor
+    step_bias: Tensor
+    skips: Tensor
+    norm_weight: Tensor
+    norm_eps: float
+    output: Projection
+
+    def __call__(self, normed: Tensor, context: ForwardContext) -> Tensor:
+        """See :class:`~molink.stage.decoder.mixer.Mixer`."""
+        if context.states is None:
+            raise InvariantError("a recurrent layer got no states")
+        shape = self.shape
+        sizes = [shape.inner_size, shape.channels, shape.heads]
+        gates, mixed, steps = torch.split(self.rows(normed), sizes, dim=1)
+        mixed = silu(self.conv(mixed, context.states, self.index), inplace=True)
+        read = self._scan(mixed, softplus(steps.float() + self.step_bias), context.states)
+        read = read.flatten(1).mul_(silu(gates.float()))
+        grouped = read.view(len(read), shape.groups, -1)
+        read = rms_norm(grouped, grouped.shape[2:], None, self.norm_eps).flatten(1)
+        return self.output(read.mul_(self.norm_weight).to(normed.dtype))
+
+    @property
+    def nbytes(self) -> int:
+        large = (self.rows, self.conv, self.output)
+        small = total_bytes(self.decays, self.step_bias, self.skips, self.norm_weight)
+        return sum(part.nbytes for part in large) + small
+
+    def with_index(self, index: int) -> "Mamba2":
+        """See :class:`~molink.stage.decoder.mixer.Mixer`."""
+        return replace(self, index=index)
+
+    def _scan(self, mixed: Tensor, steps: Tensor, states: StateContext) -> Tensor:
+        """Apply convolved rows to the memories; returns ``[T, heads, head_dim]``.
+
+        ``steps`` are ``[T, heads]``.
+        """
+        shape = self.shape
+        keys_size = shape.groups * shape.state_size
+        sizes = [shape.inner_size, keys_size, keys_size]
+        values, keys, queries = torch.split(mixed, sizes, dim=1)
+        values = values.view(len(mixed), shape.heads, shape.head_dim)
+        parts = (
+            self._spread_groups(queries),
+            self._spread_groups(keys),
+            values * steps.unsqueeze(-1),
+            steps * self.decays,
+        )
+        read = states.apply_rows(self.index, parts, update_states, scan_chunks)
+        return read.addcmul_(values, self.skips.unsqueeze(-1))
+
+    def _spread_groups(self, rows: Tensor) -> Tensor:
+        """Queries or keys of all heads, ``[T, heads, state_size]``."""
+        grouped = rows.view(len(rows), self.shape.groups, self.shape.state_size)
+        return grouped.repeat_interleave(self.shape.heads // self.shape.groups, dim=1)
+
+
+def load_mamba2(
+    reader: WeightReader, config: ModelConfig, shape: Mamba2Shape, layer: int, index: int
+) -> Mamba2:
+    """Load the model's layer ``layer``, ``index``-th in the stage's pool of states."""
+    prefix = f"model.layers.{layer}."
+
+    def read(name: str) -> Tensor:
+        return reader.read_tensors(f"{prefix}mamba.{name}", dtype=torch.float32)
+
+    return Mamba2(
+        index=index,
+        shape=shape,
+        rows=reader.load_projection([prefix + name for name in shape.projections], shape.is_biased),
+        conv=load_conv(reader, f"{prefix}mamba.conv1d", shape.has_conv_bias),
+        decays=read("A_log").exp_().neg_(),
+        step_bias=read("dt_bias"),
+        skips=read("D"),
+        norm_weight=read("norm.weight"),
+        norm_eps=config.norm_eps,
+        output=reader.load_projection([prefix + shape.output_projection[0]], shape.is_biased),
+    )
