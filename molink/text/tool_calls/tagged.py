@@ -10,7 +10,7 @@ Qwen3-Coder::
     </function>
     </tool_call>
 
-Seed-OSS has ``<seed:tool_call>`` around them. GLM-4.5 to 4.7:
+Seed-OSS has ``<seed:tool_call>`` around them and no line breaks around values. GLM-4.5 to 4.7:
 ``<tool_call>get_weather<arg_key>city</arg_key><arg_value>Paris</arg_value></tool_call>``, with
 or without line breaks. MiniMax-M2: ``<minimax:tool_call><invoke name="get_weather"><parameter
 name="city">Paris</parameter></invoke></minimax:tool_call>``, several calls between the outer tags.
@@ -76,7 +76,7 @@ QWEN3_CODER = CallTags(
     "</function>",
     is_framed=True,
 )
-SEED = replace(QWEN3_CODER, open="<seed:tool_call>", close="</seed:tool_call>")
+SEED = replace(QWEN3_CODER, open="<seed:tool_call>", close="</seed:tool_call>", is_framed=False)
 GLM = CallTags(
     "<tool_call>",
     "</tool_call>",
@@ -97,7 +97,6 @@ MINIMAX = CallTags(
     re.compile(r"<parameter name=\"?([^<>\"]*)\"?>"),
     "</parameter>",
     "</invoke>",
-    is_framed=True,
 )
 #: A name without a tag before it, which may be incomplete.
 _BARE_NAME = re.compile(r"[^\s<>]*\s*")

@@ -52,7 +52,11 @@ _QWEN3_CODER = CallLayout(
 TAG_LAYOUTS: dict[ToolCallFormat, CallLayout] = {
     "qwen3_coder": _QWEN3_CODER,
     "seed_oss": replace(
-        _QWEN3_CODER, open=("<seed:tool_call>", "\n"), close=("</seed:tool_call>",)
+        _QWEN3_CODER,
+        open=("<seed:tool_call>", "\n"),
+        key=("<parameter={}>",),
+        frame="",
+        close=("</seed:tool_call>",),
     ),
     "glm": CallLayout(
         ("<tool_call>",),

@@ -193,8 +193,8 @@ def tagged_answer(calls: str, values: dict[str, Any]) -> str:
         keys = (f'<parameter name="{key}">{text}</parameter>\n' for key, text in texts)
         inner = f'<invoke name="order">\n{"".join(keys)}</invoke>\n'
         return f"<minimax:tool_call>\n{inner}</minimax:tool_call>"
-    keys = (f"<parameter={key}>\n{text}\n</parameter>\n" for key, text in texts)
-    tag = "seed:tool_call" if calls == "seed_oss" else "tool_call"
+    tag, frame = ("seed:tool_call", "") if calls == "seed_oss" else ("tool_call", "\n")
+    keys = (f"<parameter={key}>{frame}{text}{frame}</parameter>\n" for key, text in texts)
     return f"<{tag}>\n<function=order>\n{''.join(keys)}</function>\n</{tag}>"
 
 

@@ -21,6 +21,10 @@ CODER = (
     "<tool_call>\n<function=get_weather>\n<parameter=city>\nParis, é\n</parameter>\n"
     f"<parameter=days>\n{DAYS}\n</parameter>\n</function>\n</tool_call>"
 )
+SEED = (
+    "<seed:tool_call>\n<function=get_weather>\n<parameter=city>Paris, é</parameter>\n"
+    f"<parameter=days>{DAYS}</parameter>\n</function>\n</seed:tool_call>"
+)
 CODER_NOW = "<tool_call>\n<function=now>\n</function>\n</tool_call>"
 GLM = (
     "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Paris, é</arg_value>\n"
@@ -59,7 +63,7 @@ GOOD: list[tuple[str, str, str, Any]] = [
         "",
         [("get_weather", {"city": "5", "count": "many", "note": "7"})],
     ),
-    ("seed_oss", f"Hm. {CODER}".replace("tool_call", "seed:tool_call"), "Hm.", BOTH[:1]),
+    ("seed_oss", f"Hm. {SEED}", "Hm.", BOTH[:1]),
     ("glm", GLM, "", BOTH[:1]),
     ("glm", f"{GLM}\n<tool_call>now</tool_call>", "", BOTH),
     ("glm", GLM.replace("\n", "") + "<tool_call>now\n</tool_call>", "", BOTH),
@@ -288,20 +292,21 @@ def test_cuts_change_nothing(form: str, thinks: bool, answer: str, cuts: list[in
 
 
 @given(
-    st.sampled_from(["qwen3_coder", "glm", "minimax_m2"]),
+    st.sampled_from(["qwen3_coder", "seed_oss", "glm", "minimax_m2"]),
     st.text(st.characters(exclude_categories=["Cs"]), max_size=40),
     st.lists(st.integers(0, 200), max_size=8),
 )
 def test_a_text_arrives_as_it_was_written(form: str, city: str, cuts: list[int]) -> None:
     before, after = {
         "qwen3_coder": ("<function=get_weather>\n<parameter=city>\n", "\n</parameter></function>"),
+        "seed_oss": ("<function=get_weather>\n<parameter=city>", "</parameter></function>"),
         "glm": (
             "<tool_call>get_weather<arg_key>city</arg_key><arg_value>",
             "</arg_value></tool_call>",
         ),
         "minimax_m2": (
-            '<invoke name="get_weather"><parameter name="city">\n',
-            "\n</parameter></invoke>",
+            '<invoke name="get_weather"><parameter name="city">',
+            "</parameter></invoke>",
         ),
     }[form]
     answer = before + city + after
