@@ -14,13 +14,15 @@ from tests.support.stage import Ring
 from tests.support.two_peers import answer_as_one_stage_does
 
 STREAMS, ANSWER = 5, 240
+#: Families with recurrent layers.
+STATES = ("qwen3_next", "qwen3_5", "lfm2_moe", "granitemoehybrid")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     "family",
-    ["mistral3", "gpt_oss", "granitemoe", "glm4_moe", "glm4_moe_lite", "qwen3_next", "qwen3_5"],
+    ["mistral3", "gpt_oss", "granitemoe", "glm4_moe", "glm4_moe_lite", *STATES],
 )
 def test_two_peers_answer_as_one_stage_does(
     tmp_path: Path, tools: type[Tools], make_model: MakeModel, family: str
