@@ -76,9 +76,12 @@ class DeltaRuleShape(RecurrentShape):
 
     There are ``key_heads`` queries and keys of ``key_dim`` and ``value_heads`` values of
     ``value_dim``; consecutive values share a key. Queries, keys and values are channels of the
-    convolution, which takes ``conv_width`` rows of each. If it ``is_grouped``, one projection gives
-    them with the gates, ordered by key heads, and another rates and decays; else gates, rates and
-    decays have projections of their own.
+    convolution, which takes ``conv_width`` rows of each. With ``grouped_rows`` one projection gives
+    them with the gates, ordered by key heads, with ``grouped_rates`` another rates and decays; else
+    gates, rates and decays have projections of their own.
+
+    GGUF files may differ: values that share a key are ``key_heads`` apart if ``is_tiled``, and with
+    ``has_decays`` a tensor has the decays themselves.
     """
 
     key_heads: int
@@ -86,7 +89,10 @@ class DeltaRuleShape(RecurrentShape):
     key_dim: int
     value_dim: int
     conv_width: int
-    is_grouped: bool = False
+    grouped_rows: bool = False
+    grouped_rates: bool = False
+    is_tiled: bool = False
+    has_decays: bool = False
     is_biased: bool = False
 
     @property
@@ -122,7 +128,7 @@ class DeltaRuleShape(RecurrentShape):
     @property
     def projections(self) -> dict[str, int]:
         """Queries, keys, values and gates."""
-        if self.is_grouped:
+        if self.grouped_rows:
             return {"linear_attn.in_proj_qkvz": self.channels + self.values_size}
         return {
             "linear_attn.in_proj_qkv": self.channels,
@@ -132,7 +138,7 @@ class DeltaRuleShape(RecurrentShape):
     @property
     def rate_projections(self) -> dict[str, int]:
         """Rates and decays."""
-        if self.is_grouped:
+        if self.grouped_rates:
             return {"linear_attn.in_proj_ba": 2 * self.value_heads}
         return dict.fromkeys(("linear_attn.in_proj_b", "linear_attn.in_proj_a"), self.value_heads)
 
@@ -143,10 +149,11 @@ class DeltaRuleShape(RecurrentShape):
 
     @property
     def small_tensors(self) -> dict[str, tuple[int, ...]]:
-        """The convolution, logarithms of decays, biases of their exponents, and a norm."""
+        """The convolution, decays or their logarithms, biases of their exponents, and a norm."""
+        decays = "linear_attn.A" if self.has_decays else "linear_attn.A_log"
         return {
             "linear_attn.conv1d.weight": (self.channels, 1, self.conv_width),
-            "linear_attn.A_log": (self.value_heads,),
+            decays: (self.value_heads,),
             "linear_attn.dt_bias": (self.value_heads,),
             "linear_attn.norm.weight": (self.value_dim,),
         }
@@ -298,7 +305,11 @@ def parse_delta_rule(fields: ConfigFields, *, is_grouped: bool) -> DeltaRuleShap
         key_dim=fields.get_integer("linear_key_head_dim", 128, _MAX_DIM),
         value_dim=fields.get_integer("linear_value_head_dim", 128, _MAX_DIM),
         conv_width=fields.get_integer("linear_conv_kernel_dim", 4, _MAX_WIDTH),
-        is_grouped=is_grouped,
+        grouped_rows=is_grouped and not fields.get_boolean("linear_split_rows", False),
+        grouped_rates=is_grouped,
+        # From a GGUF file, as the one above.
+        is_tiled=fields.get_boolean("linear_tiled_values", False),
+        has_decays=fields.get_boolean("linear_plain_decays", False),
     )
     if shape.value_heads % shape.key_heads:
         raise BrokenModel(

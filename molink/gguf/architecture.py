@@ -78,13 +78,19 @@ def _base_config(about: ArchMetadata) -> dict[str, Any]:
         "num_hidden_layers": about.layers,
         "num_attention_heads": about.get_uniform("attention.head_count"),
         **({} if about.is_latent else _head_config(about)),
-        "intermediate_size": about.get_uniform("feed_forward_length"),
+        "intermediate_size": about.get_uniform(_inner_key(about)),
         "rms_norm_eps": about.get_number("attention.layer_norm_rms_epsilon"),
         "max_position_embeddings": context,
         "tie_word_embeddings": "output.weight" not in about.file.tensors,
         "torch_dtype": _find_dtype(about.file.tensors),
         **_rope_config(about, context),
     }
+
+
+def _inner_key(about: ArchMetadata) -> str:
+    """Key of the width of MLPs; a model may have experts only."""
+    key = "feed_forward_length"
+    return key if about.has_key(key) else f"expert_{key}"
 
 
 def _head_config(about: ArchMetadata) -> dict[str, Any]:

@@ -133,6 +133,77 @@ def _qwen3_moe_config(about: ArchMetadata) -> dict[str, Any]:
     }
 
 
+def _qwen3_next_config(about: ArchMetadata) -> dict[str, Any]:
+    """Qwen3-Next, whose older files have queries, keys, values and gates in one tensor."""
+    first = next(iter(_list_recurrent(about)), 0)
+    return {
+        "architectures": ["Qwen3NextForCausalLM"],
+        "linear_split_rows": f"blk.{first}.attn_qkv.weight" in about.file.tensors,
+        **_delta_rule_config(about),
+        **_shared_qwen_experts(about),
+    }
+
+
+def _qwen35_config(about: ArchMetadata) -> dict[str, Any]:
+    return {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "linear_tiled_values": True,
+        **_delta_rule_config(about),
+    }
+
+
+def _qwen35_moe_config(about: ArchMetadata) -> dict[str, Any]:
+    return {
+        **_qwen35_config(about),
+        "architectures": ["Qwen3_5MoeForCausalLM"],
+        **_shared_qwen_experts(about),
+    }
+
+
+def _delta_rule_config(about: ArchMetadata) -> dict[str, Any]:
+    inner, values = about.get_integer("ssm.inner_size"), about.get_integer("ssm.time_step_rank")
+    if inner % values:
+        raise BrokenModel(
+            f"{about.metadata.where}: {about.full_key('ssm.inner_size')} {inner} is not a multiple "
+            f"of {about.full_key('ssm.time_step_rank')} {values}"
+        )
+    recurrent = _list_recurrent(about)
+    return {
+        "layer_types": [
+            "linear_attention" if layer in recurrent else "full_attention"
+            for layer in range(about.layers)
+        ],
+        "linear_conv_kernel_dim": about.get_integer("ssm.conv_kernel"),
+        "linear_key_head_dim": about.get_integer("ssm.state_size"),
+        "linear_value_head_dim": inner // values,
+        "linear_num_key_heads": about.get_integer("ssm.group_count"),
+        "linear_num_value_heads": values,
+        "linear_plain_decays": True,
+        "num_nextn_predict_layers": about.draft_layers,
+    }
+
+
+def _list_recurrent(about: ArchMetadata) -> list[int]:
+    """Layers without attention: listed, or all but every so many."""
+    key = "attention.recurrent_layers"
+    if about.has_key(key):
+        every = about.layers + about.draft_layers
+        marks = about.metadata.get_integers(about.full_key(key), every)
+        return [layer for layer in range(about.layers) if marks[layer]]
+    interval = about.get_integer("full_attention_interval", 4)
+    return [layer for layer in range(about.layers) if (layer + 1) % interval]
+
+
+def _shared_qwen_experts(about: ArchMetadata) -> dict[str, Any]:
+    return {
+        "num_experts": about.get_integer("expert_count"),
+        "num_experts_per_tok": about.get_integer("expert_used_count"),
+        "moe_intermediate_size": about.get_integer("expert_feed_forward_length"),
+        "shared_expert_intermediate_size": about.get_integer("expert_shared_feed_forward_length"),
+        "norm_topk_prob": True,
+    }
+
+
 def _glm4_moe_config(about: ArchMetadata) -> dict[str, Any]:
     return {
         "architectures": ["Glm4MoeForCausalLM"],
@@ -316,6 +387,9 @@ FAMILY_CONFIGS: dict[str, Callable[[ArchMetadata], dict[str, Any]]] = {
     "qwen2": _plain_config("Qwen2ForCausalLM"),
     "qwen3": _plain_config("Qwen3ForCausalLM"),
     "qwen3moe": _qwen3_moe_config,
+    "qwen3next": _qwen3_next_config,
+    "qwen35": _qwen35_config,
+    "qwen35moe": _qwen35_moe_config,
     "phi3": _phi3_config,
     "gemma2": _gemma2_config,
     "gemma3": _gemma3_config,

@@ -1,8 +1,8 @@
 """Maps a GGUF file's tensors to Hugging Face names.
 
 llama.cpp permutes query and key rows of ``llama`` and similar architectures: rotated pairs are
-neighbours there, and in two halves here. It adds 1 to Gemma's norms, as the model does. All experts
-of a layer are one tensor.
+neighbours there, and in two halves here. It adds 1 to norms of Gemma and Qwen3.5, as the model
+does. All experts of a layer are one tensor.
 """
 
 import re
@@ -70,10 +70,27 @@ _LATENT_MODULES = _DEEPSEEK_MODULES | {
     "attn_k_b": "self_attn.k_b_proj",
     "attn_v_b": "self_attn.v_b_proj",
 }
-#: Tensors ``[heads, out, in]``, which are ``[heads * out, in]`` here.
-_OF_HEADS = ("attn_k_b", "attn_v_b")
 #: Where the norm before the MLP is named so.
 _POST_ATTENTION = {"post_attention_norm": "post_attention_layernorm"}
+#: The gated delta rule; what reads and writes its state is called as in Mamba.
+_DELTA_MODULES = (
+    _MODULES
+    | _POST_ATTENTION
+    | {
+        "attn_qkv": "linear_attn.in_proj_qkv",
+        "attn_gate": "linear_attn.in_proj_z",
+        "ssm_in": "linear_attn.in_proj_qkvz",
+        "ssm_ba": "linear_attn.in_proj_ba",
+        "ssm_beta": "linear_attn.in_proj_b",
+        "ssm_alpha": "linear_attn.in_proj_a",
+        "ssm_conv1d": "linear_attn.conv1d",
+        "ssm_norm": "linear_attn.norm",
+        "ssm_out": "linear_attn.out_proj",
+    }
+)
+_DELTA_FAMILIES = ("Qwen3Next", "Qwen3_5", "Qwen3_5Moe")
+#: Their tensors that are neither weights nor biases here.
+_DELTA_NAMES = {"ssm_a": "linear_attn.A", "ssm_dt.bias": "linear_attn.dt_bias"}
 _HUNYUAN_MODULES = _MODULES | {
     "attn_q_norm": "self_attn.query_layernorm",
     "attn_k_norm": "self_attn.key_layernorm",
@@ -94,6 +111,7 @@ _FAMILY_MODULES = {
     "HunYuanDenseV1": _HUNYUAN_MODULES,
     "HunYuanMoEV1": _HUNYUAN_MODULES,
     "SeedOss": _MODULES | _POST_ATTENTION,
+    **dict.fromkeys(_DELTA_FAMILIES, _DELTA_MODULES),
     "Exaone4": _GEMMA_MODULES,
     "Olmo2": _GEMMA_MODULES,
     "Olmo3": _GEMMA_MODULES,
@@ -167,6 +185,9 @@ def map_tensors(file: GgufFile, config: dict[str, Any]) -> Iterator[MappedTensor
             )
             continue
         match = _LAYER_PATTERN.fullmatch(tensor.name)
+        if match is not None and family in _DELTA_FAMILIES and match[2] in _DELTA_NAMES:
+            yield _make_tensor(f"model.layers.{match[1]}.{_DELTA_NAMES[match[2]]}", tensor, where)
+            continue
         module, _, kind = match[2].rpartition(".") if match else ("", "", "")
         if match is None or kind not in ("weight", "bias"):
             raise BrokenModel(f"{where} is unknown in a {family} model")
@@ -210,13 +231,7 @@ def _map_layer_tensor(
     ours = _FAMILY_MODULES.get(family, _MODULES).get(module)
     if ours is None:
         raise BrokenModel(f"{where} is unknown in a {family} model")
-    heads = 0
-    if ours == "mlp.shared_expert_gate" and len(tensor.shape) == 1:
-        # Older converters omit the first dimension.
-        tensor = replace(tensor, shape=(1, *tensor.shape))
-    if module in _OF_HEADS and len(tensor.shape) == 3:
-        heads_first, *rows = tensor.shape
-        tensor = replace(tensor, shape=(heads_first * rows[0], rows[1]))
+    heads, tensor = 0, _reshape_tensor(tensor, module)
     if family in _PERMUTED_FAMILIES and module in ("attn_q", "attn_k"):
         heads = config["num_attention_heads" if module == "attn_q" else "num_key_value_heads"]
         if tensor.shape[0] % (2 * heads):
@@ -227,8 +242,24 @@ def _map_layer_tensor(
     yield _make_tensor(f"{prefix}{ours}.{kind}", tensor, where, heads=heads, less=less)
 
 
+def _reshape_tensor(tensor: GgufTensor, module: str) -> GgufTensor:
+    """A tensor with the dimensions that it has here."""
+    match module, tensor.shape:
+        case "ffn_gate_inp_shexp", (columns,):
+            # Older converters omit the first dimension.
+            return replace(tensor, shape=(1, columns))
+        case "ssm_conv1d", (channels, width):
+            return replace(tensor, shape=(channels, 1, width))
+        case (("attn_k_b" | "attn_v_b"), (heads, rows, columns)):
+            return replace(tensor, shape=(heads * rows, columns))
+    return tensor
+
+
 def _norm_offset(family: str, name: str) -> float:
-    return float(family.startswith("Gemma") and name.removesuffix(".weight").endswith("norm"))
+    """What converters have added to a norm's weights."""
+    name = name.removesuffix(".weight")
+    has_offset = family.startswith("Gemma") or family in _DELTA_FAMILIES
+    return float(has_offset and name.endswith("norm") and name != "ssm_norm")
 
 
 def _make_tensor(

@@ -359,3 +359,23 @@ def test_config_and_tensors_alone_are_those_of_the_folder(whole: Path, tmp_path:
     config, tensors = read_gguf_model(whole)
     assert replace(config, eos_ids=before.eos_ids) == before
     assert tensors.keys() == ModelFolder.open(unpack(whole, tmp_path)).tensors.keys()
+
+
+def test_recurrent_layers_by_an_interval_or_by_a_list(
+    make_model: MakeModel, tmp_path: Path
+) -> None:
+    for name, kinds, recurrent in (("period", None, {0, 1, 2}), ("list", ..., {0, 1, 3})):
+        fields = {} if kinds is ... else {"layer_types": kinds}
+        folder = make_model(tmp_path / name, "qwen3_5_text", 3, **fields)
+        made = unpack(write_gguf(folder, tmp_path / f"{name}.gguf"), tmp_path / f"{name} unpacked")
+        config = ModelFolder.open(made).config
+        assert (config.recurrent_layers, config.family) == (recurrent, "qwen3_5_text")
+        assert (config.recurrent.is_tiled, config.recurrent.has_decays) == (True, True)
+    for key, value, told in (
+        ("ssm.inner_size", 121, "ssm.inner_size 121 is not a multiple of"),
+        ("ssm.group_count", 4, "linear_num_value_heads 6 is not a multiple of"),
+        ("attention.recurrent_layers", [True, False], "a list of 4 numbers"),
+    ):
+        path = write_gguf(folder, tmp_path / "bad.gguf", metadata={f"qwen35.{key}": value})
+        with pytest.raises(BrokenModel, match=told):
+            unpack(path, tmp_path / "bad")

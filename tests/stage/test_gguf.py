@@ -30,6 +30,8 @@ LENGTH = 60
 #: Weights that become numbers do as f32, so that only the order of sums differs.
 EXACT: dict[str, Any] = {"avoid": ("compiled-linear",)}
 WIDE = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "num_hidden_layers": 2}
+#: Values of recurrent layers that fill whole blocks.
+WIDE_STATES = {"linear_value_head_dim": 32}
 #: Latents that fill whole blocks.
 WIDE_LATENT = {
     "q_lora_rank": 32,
@@ -115,6 +117,10 @@ CASES: dict[str, tuple[str, Kind, dict[str, Any]]] = {
     "phi3": ("phi3", Kind.Q5_1, {"sliding_window": None}),
     "mixtral": ("mixtral", Kind.Q4_0, {"intermediate_size": 64, "sliding_window": None}),
     "qwen3_moe": ("qwen3_moe", Kind.BF16, {}),
+    "qwen3_next": ("qwen3_next", Kind.Q8_0, WIDE_STATES),
+    "qwen3_5": ("qwen3_5_text", Kind.Q8_0, WIDE_STATES),
+    "qwen3_5 as numbers": ("qwen3_5_text", Kind.F16, {"layer_types": None}),
+    "qwen3_5_moe": ("qwen3_5_moe_text", Kind.BF16, {}),
     "gemma2": ("gemma2", Kind.Q8_0, {"query_pre_attn_scalar": 16}),
     "gemma3": ("gemma3_text", Kind.Q4_0, {"num_hidden_layers": 7, "query_pre_attn_scalar": 16}),
     **{

@@ -16,6 +16,9 @@ _NAMES = {
     "mixtral": "llama",
     "qwen2_moe": "qwen2moe",
     "qwen3_moe": "qwen3moe",
+    "qwen3_next": "qwen3next",
+    "qwen3_5_text": "qwen35",
+    "qwen3_5_moe_text": "qwen35moe",
     "glm4_moe": "glm4moe",
     "deepseek_v2": "deepseek2",
     "deepseek_v3": "deepseek2",
@@ -74,6 +77,8 @@ def write_gguf(
     writer = gguf.GGUFWriter(path, name, split_max_tensors=part)
     stored = _tensors(folder)
     values = _cut_latents(_cut_stacks(stored), config)
+    if name in _DELTA_RULE:
+        values = _cut_grouped_rows(values, config)
     blocks = _count_layers(values)
     for key, value in _metadata(config, name, blocks).items():
         _add(writer, key, value)
@@ -94,12 +99,7 @@ def write_gguf(
             exact_values[one] = rows if kept else dequantize(rows, found)
         turned = [_turned(rows, theirs, config, name) for rows in packed]
         data = np.stack(turned) if "_exps" in theirs else turned[0]
-        if "exp_probs_b" in theirs:
-            data = data.squeeze()
-        if "attn_k_b" in theirs or "attn_v_b" in theirs:
-            data = data.reshape(config["num_attention_heads"], -1, data.shape[1])
-        if name.startswith("gemma") and theirs.endswith("norm.weight"):
-            data = data + 1
+        data = _converted(data, theirs, config, name)
         if data.dtype == np.float32:
             writer.add_tensor(theirs, data)
         else:
@@ -109,6 +109,8 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     if exact is not None:
+        if name in _DELTA_RULE:
+            exact_values = _join_grouped_rows(exact_values, config)
         joined = _join_stacks(_join_latents(exact_values, config), stored)
         _write_exact(folder, exact, joined)
     return path if not part else min(path.parent.glob(f"{path.stem}-00001-of-*.gguf"))
@@ -183,6 +185,86 @@ def _join_latents(values: dict[str, Any], config: Mapping[str, Any]) -> dict[str
     return made
 
 
+def _converted(data: Any, theirs: str, config: Mapping[str, Any], name: str) -> Any:
+    """A tensor with the shape and the numbers that the converter gives it."""
+    if "exp_probs_b" in theirs:
+        data = data.squeeze()
+    if "attn_k_b" in theirs or "attn_v_b" in theirs:
+        data = data.reshape(config["num_attention_heads"], -1, data.shape[1])
+    has_offset = name.startswith("gemma") or name in _DELTA_RULE
+    if has_offset and theirs.endswith("norm.weight") and "ssm_norm" not in theirs:
+        data = data + 1
+    if name in _DELTA_RULE and theirs.startswith("blk."):
+        data = _as_delta_rule(data, theirs, config, tiled=name != "qwen3next")
+    return data
+
+
+#: Whose layers have the gated delta rule.
+_DELTA_RULE = ("qwen3next", "qwen35", "qwen35moe")
+
+
+def _row_parts(config: Mapping[str, Any]) -> list[int]:
+    """Of each key head: its query, its key, its values and their gates."""
+    key, heads = config["linear_key_head_dim"], config["linear_num_key_heads"]
+    values = config["linear_num_value_heads"] // heads * config["linear_value_head_dim"]
+    return [key, key, values, values]
+
+
+def _cut_grouped_rows(values: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """Qwen3-Next's rows by key head, as all queries, keys and values, and all gates."""
+    made, sizes = {}, _row_parts(config)
+    for name, value in values.items():
+        if not name.endswith("in_proj_qkvz.weight"):
+            made[name] = value
+            continue
+        grouped = value.reshape(config["linear_num_key_heads"], sum(sizes), -1)
+        parts = np.split(grouped, np.cumsum(sizes)[:-1], axis=1)
+        flat = [part.reshape(-1, value.shape[1]) for part in parts]
+        made[name.replace("qkvz", "qkv")] = np.concatenate(flat[:3])
+        made[name.replace("qkvz", "z")] = flat[3]
+    return made
+
+
+def _join_grouped_rows(values: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """The inverse, for Qwen3-Next."""
+    if config["model_type"] != "qwen3_next":
+        return values
+    made, sizes, heads = {}, _row_parts(config), config["linear_num_key_heads"]
+    for name, value in values.items():
+        if name.endswith("in_proj_qkv.weight"):
+            gates = values[name.replace("qkv", "z")]
+            ends = np.cumsum([heads * size for size in sizes[:3]])[:-1]
+            parts = [*np.split(value, ends), gates]
+            grouped = [part.reshape(heads, -1, value.shape[1]) for part in parts]
+            joined = np.concatenate(grouped, axis=1).reshape(-1, value.shape[1])
+            made[name.replace("qkv", "qkvz")] = joined
+        elif not name.endswith("in_proj_z.weight"):
+            made[name] = value
+    return made
+
+
+def _as_delta_rule(data: Any, theirs: str, config: Mapping[str, Any], *, tiled: bool) -> Any:
+    """As the converter has it: decays themselves, and values that share a key apart."""
+    keys, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    key_rows, module = 2 * keys * config["linear_key_head_dim"], theirs.split(".")[2]
+    if module == "ssm_a":
+        data = -np.exp(data)
+    if module == "ssm_conv1d":
+        data = data.squeeze(1)
+
+    def apart(rows: Any) -> Any:
+        shaped = rows.reshape(keys, values // keys, -1, *rows.shape[1:])
+        return np.ascontiguousarray(shaped.swapaxes(0, 1)).reshape(rows.shape)
+
+    if not tiled:
+        return data
+    if module in ("attn_qkv", "ssm_conv1d"):
+        return np.concatenate((data[:key_rows], apart(data[key_rows:])))
+    if module in ("attn_gate", "ssm_beta", "ssm_alpha", "ssm_a", "ssm_dt"):
+        return apart(data)
+    return data if module != "ssm_out" else np.ascontiguousarray(apart(data.T).T)
+
+
 def _count_layers(values: Mapping[str, Any]) -> int:
     """With those for multi-token prediction."""
     return 1 + max(int(one.split(".")[2]) for one in values if one.startswith("model.layers."))
@@ -200,6 +282,7 @@ def _grouped(values: Mapping[str, Any], name: str, layers: int) -> dict[str, lis
         if "experts" in parts:
             merged.insert(2, parts[2])
         named = ".".join(merged).replace("e_score_correction_bias", "e_score_correction.bias")
+        named = named.replace("linear_attn.dt_bias", "linear_attn.dt_proj.bias")
         theirs = names.get_name(named, try_suffixes=(".weight", ".bias"))
         assert theirs is not None, one
         found.setdefault(theirs, []).append(one)
@@ -212,7 +295,9 @@ def _packed(theirs: str, parts: list[Any], kind: Kind) -> list[Any]:
     keeps = (
         parts[0].ndim < 2
         or kind is Kind.F32
-        or theirs.endswith(("gate_inp.weight", "gate_inp_shexp.weight", "exp_probs_b.bias"))
+        or theirs.endswith(
+            ("gate_inp.weight", "gate_inp_shexp.weight", "exp_probs_b.bias", "ssm_conv1d.weight")
+        )
     )
     if keeps:
         return [part.astype(np.float32) for part in parts]
@@ -260,7 +345,7 @@ def _metadata(config: Mapping[str, Any], name: str, blocks: int) -> dict[str, An
         "nextn_predict_layers": blocks - config["num_hidden_layers"] or None,
         "context_length": config["max_position_embeddings"],
         "embedding_length": config["hidden_size"],
-        "feed_forward_length": config["intermediate_size"],
+        "feed_forward_length": config.get("intermediate_size"),
         "attention.head_count": config["num_attention_heads"],
         "attention.head_count_kv": config["num_key_value_heads"],
         "attention.key_length": config.get("head_dim"),
@@ -280,7 +365,7 @@ def _metadata(config: Mapping[str, Any], name: str, blocks: int) -> dict[str, An
         "expert_count": next((config[name] for name in _EXPERT_COUNTS if config.get(name)), None),
         "expert_used_count": next((config[one] for one in _CHOSEN_COUNTS if one in config), None),
         "expert_feed_forward_length": config.get(
-            "moe_intermediate_size", config["intermediate_size"] if inner_is_expert else None
+            "moe_intermediate_size", config.get("intermediate_size") if inner_is_expert else None
         ),
         "expert_shared_feed_forward_length": config.get(
             "shared_expert_intermediate_size",
@@ -305,7 +390,25 @@ def _metadata(config: Mapping[str, Any], name: str, blocks: int) -> dict[str, An
     }
     if name == "deepseek2":
         fields |= _latent_metadata(config, full)
+    if name in _DELTA_RULE:
+        fields |= _delta_rule_metadata(config)
     return {f"{name}.{key}": value for key, value in fields.items() if value is not None}
+
+
+def _delta_rule_metadata(config: Mapping[str, Any]) -> dict[str, Any]:
+    kinds = config["layer_types"]
+    regular = [(layer + 1) % 4 == 0 for layer in range(len(kinds))]
+    marks = [kind == "linear_attention" for kind in kinds]
+    is_regular = marks == [not attends for attends in regular]
+    return {
+        "ssm.conv_kernel": config["linear_conv_kernel_dim"],
+        "ssm.state_size": config["linear_key_head_dim"],
+        "ssm.group_count": config["linear_num_key_heads"],
+        "ssm.time_step_rank": config["linear_num_value_heads"],
+        "ssm.inner_size": config["linear_num_value_heads"] * config["linear_value_head_dim"],
+        "full_attention_interval": 4 if is_regular else None,
+        "attention.recurrent_layers": None if is_regular else marks,
+    }
 
 
 def _latent_metadata(config: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, Any]:

@@ -68,7 +68,7 @@ class DeltaNet:
     def _split_rows(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Rows of channels ``[T, channels]``, and gates ``[T, value_heads, value_dim]``."""
         shape = self.shape
-        if not shape.is_grouped:
+        if not shape.grouped_rows:
             mixed, gates = torch.split(rows, [shape.channels, shape.values_size], dim=1)
         else:
             values = shape.groups * shape.value_dim
@@ -81,7 +81,7 @@ class DeltaNet:
     def _split_rates(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Rates and logarithms of decays, ``[T, value_heads]`` in float32."""
         shape = self.shape
-        heads = shape.key_heads if shape.is_grouped else 1
+        heads = shape.key_heads if shape.grouped_rates else 1
         rates, decays = rows.float().view(len(rows), heads, -1).chunk(2, dim=2)
         steps = softplus(decays.flatten(1) + self.decay_bias)
         return rates.flatten(1).sigmoid(), steps.mul_(self.decays)
@@ -107,6 +107,8 @@ class DeltaNet:
         heads = rows.view(len(rows), self.shape.key_heads, self.shape.key_dim)
         squares = heads.square().sum(-1, keepdim=True)
         unit = heads * squares.add_(_LENGTH_EPS).rsqrt_()
+        if self.shape.is_tiled:
+            return unit.repeat(1, self.shape.groups, 1)
         return unit.repeat_interleave(self.shape.groups, dim=1)
 
 
@@ -125,7 +127,9 @@ def load_delta_net(
         rows=reader.load_projection([prefix + name for name in shape.projections], False),
         rates=reader.load_projection([prefix + name for name in shape.rate_projections], False),
         conv=load_conv(reader, f"{prefix}linear_attn.conv1d", shape.is_biased),
-        decays=read("linear_attn.A_log").exp_().neg_(),
+        decays=read("linear_attn.A")
+        if shape.has_decays
+        else read("linear_attn.A_log").exp_().neg_(),
         decay_bias=read("linear_attn.dt_bias"),
         norm_weight=read("linear_attn.norm.weight"),
         norm_eps=config.norm_eps,
