@@ -6,6 +6,7 @@ from dataclasses import fields as dataclass_fields
 from pathlib import Path
 from typing import Any, cast
 
+from molink.checkpoint.adapters import Adapter, read_adapters
 from molink.checkpoint.config_fields import ConfigFields, read_json
 from molink.checkpoint.families import ARCHITECTURES, CONFIG_DEFAULTS, Family, parse_traits
 from molink.checkpoint.low_bit import LowBitScheme, parse_low_bit
@@ -36,6 +37,7 @@ class ModelConfig(FamilyTraits):
     ``generation_config.json``. ``quantized`` is the checkpoint's quantization where a stage keeps
     it, ``low_bit`` where a stage unpacks it. ``has_vision`` marks the text model of a multimodal
     one. ``notes`` tell users what is not supported. ``task`` is what the model is made for.
+    ``adapters`` are those of its folder.
     """
 
     family: Family
@@ -52,6 +54,7 @@ class ModelConfig(FamilyTraits):
     low_bit: LowBitScheme | None = None
     notes: tuple[str, ...] = ()
     task: ModelTask = GENERATE
+    adapters: tuple[Adapter, ...] = ()
 
     @property
     def has_output_head(self) -> bool:
@@ -60,7 +63,7 @@ class ModelConfig(FamilyTraits):
 
     @classmethod
     def load_folder(cls, folder: Path, fallback_dtype: WeightDType = "f32") -> "ModelConfig":
-        """Read ``config.json`` and, if present, ``generation_config.json``.
+        """Read ``config.json`` and, if present, ``generation_config.json`` and adapters.
 
         ``fallback_dtype`` applies if the config names no type.
 
@@ -73,7 +76,8 @@ class ModelConfig(FamilyTraits):
         generation = folder / "generation_config.json"
         extra = read_json(generation) if generation.is_file() else {}
         stops = ConfigFields(extra, str(generation)).get_integers("eos_token_id")
-        return _build_config(config, str(path), stops, fallback_dtype, read_task(folder))
+        made = _build_config(config, str(path), stops, fallback_dtype, read_task(folder))
+        return replace(made, adapters=read_adapters(folder))
 
     @classmethod
     def parse_config(cls, config: Mapping[str, Any], where: str) -> "ModelConfig":

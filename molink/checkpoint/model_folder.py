@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from molink.checkpoint.adapters import ADAPTERS_FILE
 from molink.checkpoint.config import ModelConfig
 from molink.checkpoint.config_fields import read_json
 from molink.checkpoint.foreign_formats import (
@@ -47,6 +48,7 @@ METADATA_FILES = (
     MODULES_FILE,
     POOLING_FILE,
     SCORE_FILE,
+    ADAPTERS_FILE,
 )
 _WEIGHT_DTYPES: dict[str, WeightDType] = {"F32": "f32", "BF16": "bf16", "F16": "f16"}
 

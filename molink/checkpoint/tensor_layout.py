@@ -1,9 +1,11 @@
 """Names and shapes of a decoder's tensors, and which of them a stage needs."""
 
+from molink.checkpoint.adapters import adapter_tensor_names
 from molink.checkpoint.config import ModelConfig
 from molink.checkpoint.experts import ExpertsConfig
 from molink.checkpoint.recurrent import RecurrentShape
 from molink.checkpoint.traits import LatentShape
+from molink.errors import BrokenModel
 
 EMBEDDING_NAME = "model.embed_tokens.weight"
 FINAL_NORM_NAME = "model.norm.weight"
@@ -21,7 +23,11 @@ _Projections = dict[str, tuple[tuple[int, int], bool]]
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> TensorShapes:
-    """Tensors of a decoder layer with their shapes (``[out, in]`` for projections)."""
+    """Tensors of a decoder layer with their shapes (``[out, in]`` for projections).
+
+    Raises:
+        BrokenModel: an adapter changes something else than :func:`adaptable_projections`.
+    """
     prefix = f"model.layers.{layer}."
     shapes = {f"{prefix}{name}": shape for name, shape in _small_tensors(config, layer).items()}
     experts = config.layer_experts(layer)
@@ -32,6 +38,39 @@ def layer_tensors(config: ModelConfig, layer: int) -> TensorShapes:
         shapes[f"{prefix}{name}.weight"] = shape
         if biased:
             shapes[f"{prefix}{name}.bias"] = shape[:1]
+    return shapes | _adapter_tensors(config, layer)
+
+
+def adaptable_projections(config: ModelConfig, layer: int) -> dict[str, tuple[int, int]]:
+    """Projections of a layer that an adapter may change, with their shapes ``[out, in]``.
+
+    They are those of attention and of a plain MLP; not those of experts, routers, recurrent layers
+    and latent attention.
+    """
+    found: _Projections = {}
+    if layer not in config.recurrent_layers and config.latent is None:
+        found |= _attention_tensors(config)
+    if config.layer_experts(layer) is None:
+        found |= _mlp_tensors(config)
+    return {name: shape for name, (shape, _) in found.items()}
+
+
+def _adapter_tensors(config: ModelConfig, layer: int) -> TensorShapes:
+    """The matrices of a layer's adapters."""
+    shapes: TensorShapes = {}
+    known = adaptable_projections(config, layer) if config.adapters else {}
+    for number, adapter in enumerate(config.adapters, 1):
+        for each in adapter.modules:
+            if layer not in each.layers:
+                continue
+            if each.module not in known:
+                raise BrokenModel(
+                    f"adapter {adapter.name} changes {each.module} of layer {layer + 1}, of which "
+                    f"only {', '.join(known) or 'nothing'} can be changed"
+                )
+            outputs, inputs = known[each.module]
+            names = adapter_tensor_names(f"model.layers.{layer}.{each.module}", number)
+            shapes |= zip(names, ((each.rank, inputs), (outputs, each.rank)), strict=True)
     return shapes
 
 

@@ -17,7 +17,7 @@ class SequenceRows:
     ``max_positions`` is the length that the request may reach, 0 for its current one. Models that
     rotate long sequences differently (LongRoPE) choose by it; requests that share blocks must agree
     on it. Recurrent layers keep the request's state in ``state_slot``, and start afresh at position
-    0.
+    0. ``adapter`` is the number of the request's adapter, 0 for none.
     """
 
     start: int
@@ -25,6 +25,7 @@ class SequenceRows:
     blocks: Sequence[int]
     max_positions: int = 0
     state_slot: int = 0
+    adapter: int = 0
 
     @property
     def end(self) -> int:

@@ -15,6 +15,7 @@ from molink.stage.decoder.mixer import ForwardContext, StateContext
 from molink.stage.decoder.rotary import Rope
 from molink.stage.device_copy import upload_integers, upload_tensor
 from molink.stage.kv_pool import KVPool
+from molink.stage.linear import group_by_adapter
 from molink.stage.state_pool import StatePool
 from molink.stage.torch_dtypes import residual_dtype
 
@@ -77,7 +78,8 @@ class LayerPass:
         states = None
         if self.states is not None:
             states = StateContext(self.states, self.states.locate_rows(batch.sequences))
-        context = ForwardContext(self.pool, both[count:], angles, attention, states)
+        adapters = group_by_adapter(batch.sequences, self.device)
+        context = ForwardContext(self.pool, both[count:], angles, attention, states, adapters)
         rows = self.decoder.run_layers(rows, context, between_layers)
         return self.finish_rows(rows, batch.logit_rows)
 

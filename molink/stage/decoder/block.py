@@ -14,7 +14,14 @@ from molink.stage.decoder.delta_net import load_delta_net
 from molink.stage.decoder.grouped_experts import GroupedExpertMlp
 from molink.stage.decoder.mamba2 import load_mamba2
 from molink.stage.decoder.mixer import ForwardContext, Mixer
-from molink.stage.decoder.mlp import BoundedGate, ExpertMlp, GatedMlp, Mlp, SharedExpertMlp
+from molink.stage.decoder.mlp import (
+    BoundedGate,
+    ExpertMlp,
+    GatedMlp,
+    Mlp,
+    SharedExpertMlp,
+    run_mlp,
+)
 from molink.stage.decoder.norm import AddResidual, IdentityNorm, Norm
 from molink.stage.decoder.operators import RowOperators
 from molink.stage.decoder.router import ExpertRouter
@@ -67,7 +74,7 @@ def run_blocks(
         rows, normed = block.add_residual(
             rows, normed, block.scale, block.post_attention_norm, block.mlp_norm
         )
-        normed = block.mlp(normed)
+        normed = run_mlp(block.mlp, normed, context.adapters)
         rows, normed = block.add_residual(rows, normed, block.scale, block.post_mlp_norm, next_norm)
         if between_layers is not None and block is not blocks[-1]:
             between_layers()

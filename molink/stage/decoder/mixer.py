@@ -9,6 +9,7 @@ from torch import Tensor
 
 from molink.stage.attention.base import LayerAttention
 from molink.stage.kv_pool import KVPool
+from molink.stage.linear import AdapterRows
 from molink.stage.state_pool import StatePool, StateRows
 
 
@@ -54,7 +55,8 @@ class ForwardContext:
     """Inputs that all layers of a forward share.
 
     ``slots`` (int64 ``[T]``) are the rows' KV slots; ``angles`` are their rotations ``[T, 1, 2,
-    rotary_dim]`` for each of the model's ropes. ``states`` are those of recurrent layers.
+    rotary_dim]`` for each of the model's ropes. ``states`` are those of recurrent layers,
+    ``adapters`` the adapters that rows have.
     """
 
     pool: KVPool
@@ -62,6 +64,7 @@ class ForwardContext:
     angles: tuple[Tensor, ...]
     attention: LayerAttention
     states: StateContext | None = None
+    adapters: AdapterRows | None = None
 
 
 class Mixer(Protocol):

@@ -17,7 +17,7 @@ from torch.nn.functional import gelu, silu
 from molink.checkpoint.traits import SWIGLU_ALPHA, Activation
 from molink.stage.decoder.router import ExpertRouter
 from molink.stage.device_copy import download_tensors, upload_tensor
-from molink.stage.linear import Projection
+from molink.stage.linear import AdapterRows, Projection, apply_projection
 
 #: Bound of float16 inputs of ``down``, so that sums of a thousand terms don't overflow.
 MAX_FLOAT16_INPUT = 64.0
@@ -90,15 +90,24 @@ class GatedMlp:
     gate: GateFunction
     bounded_gate: BoundedGate | None = None
 
-    def __call__(self, rows: Tensor) -> Tensor:
+    def __call__(self, rows: Tensor, adapters: AdapterRows | None = None) -> Tensor:
+        both = apply_projection(self.gate_up, rows, adapters)
         if self.bounded_gate is None:
-            return self.down(self.gate(self.gate_up(rows)))
-        gated, factors = self.bounded_gate(self.gate_up(rows))
-        return self.down(gated) * factors
+            return apply_projection(self.down, self.gate(both), adapters)
+        gated, factors = self.bounded_gate(both)
+        return apply_projection(self.down, gated, adapters) * factors
 
     @property
     def nbytes(self) -> int:
         return self.gate_up.nbytes + self.down.nbytes
+
+
+def run_mlp(mlp: Mlp, rows: Tensor, adapters: AdapterRows | None) -> Tensor:
+    """Run rows ``[T, hidden]``, of which some may have adapters, through an MLP.
+
+    Experts have none.
+    """
+    return mlp(rows, adapters) if isinstance(mlp, GatedMlp) else mlp(rows)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from molink.stage.decoder.latent import load_latent_attention
 from molink.stage.decoder.mixer import ForwardContext
 from molink.stage.decoder.norm import QueryKeyNorm
 from molink.stage.decoder.operators import AppendHeads
-from molink.stage.linear import Projection
+from molink.stage.linear import Projection, apply_projection
 from molink.stage.weights.weight_reader import WeightReader
 
 
@@ -44,7 +44,7 @@ class SelfAttention:
 
     def __call__(self, normed: Tensor, context: ForwardContext) -> Tensor:
         """See :class:`~molink.stage.decoder.mixer.Mixer`."""
-        rows, gates = self.qkv(normed), None
+        rows, gates = apply_projection(self.qkv, normed, context.adapters), None
         if self.gated_heads:
             rows, gates = self._split_gates(rows)
         shape = len(normed), self.heads + 2 * self.kv_heads, self.head_dim
@@ -53,7 +53,8 @@ class SelfAttention:
             rows.view(shape), self.qk_norm, angles, context.pool, self.index, context.slots
         )
         attended = context.attention(self.index, heads, context.pool, self.sinks)
-        return self.output(attended if gates is None else attended * gates)
+        attended = attended if gates is None else attended * gates
+        return apply_projection(self.output, attended, context.adapters)
 
     @property
     def nbytes(self) -> int:

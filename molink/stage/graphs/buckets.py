@@ -63,11 +63,13 @@ class GraphPlan:
         self.nbytes = 0
 
     def find_bucket(self, sequences: Sequence[SequenceRows]) -> GraphBucket | None:
-        """Bucket of a step; ``None`` if it has too many rows, in all or of a request."""
+        """Bucket of a step; ``None`` if it has adapters, or too many rows, in all or of one
+        request.
+        """
         rows = sum(sequence.count for sequence in sequences)
         if self._is_disabled or rows > self.max_rows:
             return None
-        if any(sequence.count > 1 + self._max_drafts for sequence in sequences):
+        if any(one.adapter or one.count > 1 + self._max_drafts for one in sequences):
             return None
         longest = max(sequence.end for sequence in sequences)
         if self._context is not None and longest > self._context:

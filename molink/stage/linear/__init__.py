@@ -1,5 +1,12 @@
 """Projections and their choice."""
 
+from molink.stage.linear.adapted import (
+    AdaptedLinear,
+    AdapterRows,
+    LowRankUpdate,
+    apply_projection,
+    group_by_adapter,
+)
 from molink.stage.linear.base import EmbeddingTable, Projection
 from molink.stage.linear.compiled import BlockLinear, CompiledLinear, ConcatenatedLinear
 from molink.stage.linear.create import (
@@ -13,17 +20,22 @@ from molink.stage.linear.experts import ExpertLinear
 from molink.stage.linear.planes import PlanesLinear
 
 __all__ = [
+    "AdaptedLinear",
+    "AdapterRows",
     "BlockLinear",
     "CompiledLinear",
     "ConcatenatedLinear",
     "EmbeddingTable",
     "ExpertLinear",
+    "LowRankUpdate",
     "PackedLinear",
     "PlainLinear",
     "PlanesLinear",
     "Projection",
     "ProjectionFactory",
+    "apply_projection",
     "can_pack",
+    "group_by_adapter",
     "has_slow_integers",
     "integer_kernel",
     "slow_kernels",

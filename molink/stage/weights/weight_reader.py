@@ -10,6 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from molink.checkpoint.adapters import Adapter, adapter_tensor_names
 from molink.checkpoint.experts import Routing
 from molink.checkpoint.low_bit import LowBitScheme, find_resident_format
 from molink.checkpoint.model_folder import ModelFolder
@@ -25,11 +26,13 @@ from molink.gguf.block_formats import BlockFormat
 from molink.gguf.ggml_types import GgmlType, dequantize_rows, find_packed, packed_name
 from molink.stage.cpu_kernels.repack import BlockCodes, read_blocks
 from molink.stage.linear import (
+    AdaptedLinear,
     BlockLinear,
     CompiledLinear,
     ConcatenatedLinear,
     EmbeddingTable,
     ExpertLinear,
+    LowRankUpdate,
     PlainLinear,
     PlanesLinear,
     Projection,
@@ -169,12 +172,42 @@ class WeightReader:
 
     def load_projection(self, names: Sequence[str], biased: bool) -> Projection:
         """Load projections ``names`` (without ``.weight``) merged into one, with concatenated
-        outputs.
+        outputs, and what adapters add to them.
 
         Raises:
             BrokenModel: as :meth:`read_tensors`.
             UnsupportedModel: a stored quantization is not implemented.
         """
+        base = self._load_merged(names, biased)
+        updates = {
+            number: found
+            for number, adapter in enumerate(self._folder.config.adapters, 1)
+            if (found := self._load_updates(names, adapter, number))
+        }
+        return AdaptedLinear(base, updates) if updates else base
+
+    def _load_updates(
+        self, names: Sequence[str], adapter: Adapter, number: int
+    ) -> tuple[LowRankUpdate, ...]:
+        """What an adapter adds to the outputs of merged projections; nothing to ends of a model."""
+        found, first = [], 0
+        for name in names:
+            if not name.startswith("model.layers."):
+                continue
+            layer, module = name.removeprefix("model.layers.").split(".", 1)
+            changed = adapter.find_module(module, int(layer))
+            if changed is not None:
+                down, up = adapter_tensor_names(name, number)
+                # Scaled before it is rounded.
+                scaled = self.read_tensors(up, dtype=torch.float32).mul_(changed.scale)
+                rounded = scaled.to(self.dtype)
+                self._check_finite(up, rounded)
+                made = PlainLinear(self.read_tensors(down)), PlainLinear(rounded)
+                found.append(LowRankUpdate(first, *made))
+            first += self._weight_shape(f"{name}.weight")[0]
+        return tuple(found)
+
+    def _load_merged(self, names: Sequence[str], biased: bool) -> Projection:
         weights = [f"{name}.weight" for name in names]
         bias = self.read_tensors(*(f"{name}.bias" for name in names)) if biased else None
         if self._becomes_quantized(weights):

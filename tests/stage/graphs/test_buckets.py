@@ -47,6 +47,8 @@ def test_only_decode_steps_have_one() -> None:
     assert plan.find_bucket([*steps(4), *steps(0, count=2)]) is None
     assert plan.find_bucket(steps(*range(64))) == GraphBucket(64, 16)
     assert plan.find_bucket(steps(*range(65))) is None
+    adapted = SequenceRows(4, 1, range(99), adapter=1)
+    assert plan.find_bucket([*steps(4), adapted]) is None
 
 
 def test_drafts_count_as_rows() -> None:

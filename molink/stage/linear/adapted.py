@@ -1,0 +1,89 @@
+"""Projections that low-rank adapters change for some rows (LoRA, arXiv 2106.09685, §4.1)."""
+
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from molink.stage.batch import SequenceRows
+from molink.stage.device_copy import upload_integers
+from molink.stage.linear.base import Projection
+from molink.stage.linear.dense import PlainLinear
+
+#: Adapters of a batch with their rows (int64 ``[n]``, on the device); ``None`` means all rows.
+AdapterRows = Sequence[tuple[int, Tensor | None]]
+
+
+@dataclass(frozen=True, slots=True)
+class LowRankUpdate:
+    """What an adapter adds to the outputs from ``first`` on: ``up(down(rows))``.
+
+    The adapter's scale is part of ``up``.
+    """
+
+    first: int
+    down: PlainLinear
+    up: PlainLinear
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory."""
+        return self.down.nbytes + self.up.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptedLinear:
+    """A projection with the ``updates`` of each adapter that changes it, by its number.
+
+    Called as any projection it is the ``base``.
+    """
+
+    base: Projection
+    updates: Mapping[int, tuple[LowRankUpdate, ...]]
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        return self.base(rows)
+
+    def apply_adapters(self, rows: Tensor, adapters: AdapterRows) -> Tensor:
+        """Outputs ``[T, out]`` with each adapter's updates in its rows."""
+        result = self.base(rows)
+        for number, chosen in adapters:
+            for update in self.updates.get(number, ()):
+                given = rows if chosen is None else rows.index_select(0, chosen)
+                added = update.up(update.down(given))
+                changed = result[:, update.first : update.first + added.shape[1]]
+                if chosen is None:
+                    changed.add_(added)
+                else:
+                    changed.index_add_(0, chosen, added)
+        return result
+
+    @property
+    def nbytes(self) -> int:
+        updates = (update for several in self.updates.values() for update in several)
+        return self.base.nbytes + sum(update.nbytes for update in updates)
+
+
+def apply_projection(projection: Projection, rows: Tensor, adapters: AdapterRows | None) -> Tensor:
+    """Outputs ``[T, out]`` of a projection for rows of which some may have adapters."""
+    if adapters is None or not isinstance(projection, AdaptedLinear):
+        return projection(rows)
+    return projection.apply_adapters(rows, adapters)
+
+
+def group_by_adapter(sequences: Sequence[SequenceRows], device: torch.device) -> AdapterRows | None:
+    """Rows of a batch by adapter; ``None`` if no sequence has one."""
+    numbers = {sequence.adapter for sequence in sequences}
+    if numbers == {0}:
+        return None
+    if len(numbers) == 1:
+        return [(number, None) for number in numbers]
+    rows: dict[int, array[int]] = {number: array("q") for number in sorted(numbers - {0})}
+    first = 0
+    for sequence in sequences:
+        if sequence.adapter:
+            rows[sequence.adapter].extend(range(first, first + sequence.count))
+        first += sequence.count
+    return [(number, upload_integers(chosen, device)) for number, chosen in rows.items()]
