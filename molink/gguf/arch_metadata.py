@@ -54,9 +54,15 @@ class ArchMetadata:
     def get_number(self, key: str, default: float | None = None) -> float:
         return self.metadata.get_number(self.full_key(key), default)
 
-    def get_uniform(self, key: str) -> int:
-        """Return a number that is equal for all layers."""
+    def list_numbers(self, key: str) -> list[int]:
+        """Return a number for each layer; 0 where it doesn't apply."""
+        return self.metadata.get_integers(self.full_key(key), self._blocks)[: self.layers]
+
+    def get_uniform(self, key: str, *, ignores_zeros: bool = False) -> int:
+        """Return a number that is equal for all layers, or for those that have it."""
         found = set(self.metadata.get_integers(self.full_key(key), self._blocks))
+        if ignores_zeros:
+            found.discard(0)
         if len(found) != 1 or 0 in found:
             raise UnsupportedModel(
                 f"{self.metadata.where}: {self.full_key(key)} differs between layers, which is not "

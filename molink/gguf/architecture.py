@@ -111,7 +111,9 @@ def _head_config(about: ArchMetadata) -> dict[str, Any]:
         )
     key_heads = "attention.head_count_kv"
     return {
-        "num_key_value_heads": about.get_uniform(key_heads) if about.has_key(key_heads) else heads,
+        "num_key_value_heads": about.get_uniform(key_heads, ignores_zeros=True)
+        if about.has_key(key_heads)
+        else heads,
         "head_dim": head_dim,
         "partial_rotary_factor": rotary / head_dim,
     }

@@ -204,6 +204,32 @@ def _shared_qwen_experts(about: ArchMetadata) -> dict[str, Any]:
     }
 
 
+def _lfm2_config(about: ArchMetadata) -> dict[str, Any]:
+    """LFM2: layers without attention have no key-value heads."""
+    heads = about.list_numbers("attention.head_count_kv")
+    return {
+        "architectures": ["Lfm2ForCausalLM"],
+        "layer_types": ["full_attention" if count else "conv" for count in heads],
+        "conv_L_cache": about.get_integer("shortconv.l_cache"),
+        "conv_bias": any(".shortconv." in n and n.endswith("bias") for n in about.file.tensors),
+        "block_auto_adjust_ff_dim": False,
+    }
+
+
+def _lfm2_moe_config(about: ArchMetadata) -> dict[str, Any]:
+    _check_scores(about, _SIGMOID)
+    return {
+        **_lfm2_config(about),
+        "architectures": ["Lfm2MoeForCausalLM"],
+        "num_experts": about.get_integer("expert_count"),
+        "num_experts_per_tok": about.get_integer("expert_used_count"),
+        "moe_intermediate_size": about.get_integer("expert_feed_forward_length"),
+        "num_dense_layers": about.get_count("leading_dense_block_count"),
+        "use_expert_bias": any(name.endswith("exp_probs_b.bias") for name in about.file.tensors),
+        "norm_topk_prob": True,
+    }
+
+
 def _glm4_moe_config(about: ArchMetadata) -> dict[str, Any]:
     return {
         "architectures": ["Glm4MoeForCausalLM"],
@@ -388,6 +414,8 @@ FAMILY_CONFIGS: dict[str, Callable[[ArchMetadata], dict[str, Any]]] = {
     "qwen3": _plain_config("Qwen3ForCausalLM"),
     "qwen3moe": _qwen3_moe_config,
     "qwen3next": _qwen3_next_config,
+    "lfm2": _lfm2_config,
+    "lfm2moe": _lfm2_moe_config,
     "qwen35": _qwen35_config,
     "qwen35moe": _qwen35_moe_config,
     "phi3": _phi3_config,

@@ -20,6 +20,8 @@ _MODEL_TENSORS = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
+    # LFM2's last norm
+    "token_embd_norm.weight": "model.norm.weight",
 }
 #: Constants that follow from the metadata or are read with it.
 _CONSTANTS = (ROPE_FREQS, ROPE_LONG, ROPE_SHORT)
@@ -91,6 +93,18 @@ _DELTA_MODULES = (
 _DELTA_FAMILIES = ("Qwen3Next", "Qwen3_5", "Qwen3_5Moe")
 #: Their tensors that are neither weights nor biases here.
 _DELTA_NAMES = {"ssm_a": "linear_attn.A", "ssm_dt.bias": "linear_attn.dt_bias"}
+_LFM2_MODULES = _MODULES | {
+    "attn_norm": "operator_norm",
+    "attn_q_norm": "self_attn.q_layernorm",
+    "attn_k_norm": "self_attn.k_layernorm",
+    "attn_output": "self_attn.out_proj",
+    "ffn_norm": "ffn_norm",
+    "ffn_gate": "feed_forward.w1",
+    "ffn_up": "feed_forward.w3",
+    "ffn_down": "feed_forward.w2",
+    "ffn_gate_inp": "feed_forward.gate",
+    **{f"shortconv.{part}": f"conv.{part}" for part in ("conv", "in_proj", "out_proj")},
+}
 _HUNYUAN_MODULES = _MODULES | {
     "attn_q_norm": "self_attn.query_layernorm",
     "attn_k_norm": "self_attn.key_layernorm",
@@ -110,6 +124,8 @@ _FAMILY_MODULES = {
     "MiniMaxM2": _MIXTRAL_MODULES,
     "HunYuanDenseV1": _HUNYUAN_MODULES,
     "HunYuanMoEV1": _HUNYUAN_MODULES,
+    "Lfm2": _LFM2_MODULES,
+    "Lfm2Moe": _LFM2_MODULES,
     "SeedOss": _MODULES | _POST_ATTENTION,
     **dict.fromkeys(_DELTA_FAMILIES, _DELTA_MODULES),
     "Exaone4": _GEMMA_MODULES,
@@ -126,6 +142,7 @@ _CORRECTION_NAMES = {
     "Dots1": "mlp.gate.e_score_correction_bias",
     "Ernie4_5_Moe": "mlp.moe_statics.e_score_correction_bias",
     "MiniMaxM2": "block_sparse_moe.e_score_correction_bias",
+    "Lfm2Moe": "feed_forward.expert_bias",
 }
 #: What configs call the number of experts.
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -142,6 +159,10 @@ _MIXTRAL_EXPERTS = {
     for part, ours in (("gate", "w1"), ("up", "w3"), ("down", "w2"))
 }
 _FAMILY_EXPERTS = {
+    "Lfm2Moe": {
+        module: name.replace("block_sparse_moe", "feed_forward")
+        for module, name in _MIXTRAL_EXPERTS.items()
+    },
     "Mixtral": _MIXTRAL_EXPERTS,
     "MiniMaxM2": _MIXTRAL_EXPERTS,
     "GraniteMoe": _SPARSE_EXPERTS,
@@ -248,7 +269,7 @@ def _reshape_tensor(tensor: GgufTensor, module: str) -> GgufTensor:
         case "ffn_gate_inp_shexp", (columns,):
             # Older converters omit the first dimension.
             return replace(tensor, shape=(1, columns))
-        case "ssm_conv1d", (channels, width):
+        case (("ssm_conv1d" | "shortconv.conv"), (channels, width)):
             return replace(tensor, shape=(channels, 1, width))
         case (("attn_k_b" | "attn_v_b"), (heads, rows, columns)):
             return replace(tensor, shape=(heads * rows, columns))

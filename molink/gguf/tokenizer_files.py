@@ -71,7 +71,7 @@ _SPLIT_PATTERNS: dict[str, tuple[str, ...]] = {
         (r"\p{N}", _GPT2),
     ),
     **dict.fromkeys(
-        ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "midm-2.0"), (_LLAMA3,)
+        ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "midm-2.0", "lfm2"), (_LLAMA3,)
     ),
     **dict.fromkeys(("dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), (_LLAMA3,)),
     **dict.fromkeys(
@@ -87,7 +87,10 @@ _SPLIT_PATTERNS: dict[str, tuple[str, ...]] = {
     "falcon": (r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9][0-9][0-9]"),
 }
 #: Pre-tokenizers that add BOS unless the file says otherwise.
-_BOS_TOKENIZERS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "midm-2.0", "tekken")
+_BOS_TOKENIZERS = (
+    *("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "midm-2.0", "tekken"),
+    "lfm2",
+)
 #: Pre-tokenizers that ignore merges for words that are tokens.
 _WHOLE_WORD_TOKENIZERS = (*_BOS_TOKENIZERS, "glm4")
 #: Tokens that always end an answer.

@@ -16,6 +16,7 @@ _NAMES = {
     "mixtral": "llama",
     "qwen2_moe": "qwen2moe",
     "qwen3_moe": "qwen3moe",
+    "lfm2_moe": "lfm2moe",
     "qwen3_next": "qwen3next",
     "qwen3_5_text": "qwen35",
     "qwen3_5_moe_text": "qwen35moe",
@@ -189,6 +190,8 @@ def _converted(data: Any, theirs: str, config: Mapping[str, Any], name: str) -> 
     """A tensor with the shape and the numbers that the converter gives it."""
     if "exp_probs_b" in theirs:
         data = data.squeeze()
+    if "shortconv.conv.weight" in theirs:
+        data = data.squeeze(1)
     if "attn_k_b" in theirs or "attn_v_b" in theirs:
         data = data.reshape(config["num_attention_heads"], -1, data.shape[1])
     has_offset = name.startswith("gemma") or name in _DELTA_RULE
@@ -283,6 +286,9 @@ def _grouped(values: Mapping[str, Any], name: str, layers: int) -> dict[str, lis
             merged.insert(2, parts[2])
         named = ".".join(merged).replace("e_score_correction_bias", "e_score_correction.bias")
         named = named.replace("linear_attn.dt_bias", "linear_attn.dt_proj.bias")
+        named = named.replace("expert_bias", "expert_bias.bias")
+        if "feed_forward.experts" in named:
+            named = named.removeprefix("model.")
         theirs = names.get_name(named, try_suffixes=(".weight", ".bias"))
         assert theirs is not None, one
         found.setdefault(theirs, []).append(one)
@@ -291,14 +297,15 @@ def _grouped(values: Mapping[str, Any], name: str, layers: int) -> dict[str, lis
     return found
 
 
+#: What is never packed.
+_UNPACKED = (
+    *("gate_inp.weight", "gate_inp_shexp.weight", "exp_probs_b.bias"),
+    *("ssm_conv1d.weight", "shortconv.conv.weight"),
+)
+
+
 def _packed(theirs: str, parts: list[Any], kind: Kind) -> list[Any]:
-    keeps = (
-        parts[0].ndim < 2
-        or kind is Kind.F32
-        or theirs.endswith(
-            ("gate_inp.weight", "gate_inp_shexp.weight", "exp_probs_b.bias", "ssm_conv1d.weight")
-        )
-    )
+    keeps = parts[0].ndim < 2 or kind is Kind.F32 or theirs.endswith(_UNPACKED)
     if keeps:
         return [part.astype(np.float32) for part in parts]
     if kind not in _RANDOM:
@@ -350,7 +357,9 @@ def _metadata(config: Mapping[str, Any], name: str, blocks: int) -> dict[str, An
         "attention.head_count_kv": config["num_key_value_heads"],
         "attention.key_length": config.get("head_dim"),
         "attention.value_length": config.get("head_dim"),
-        "attention.layer_norm_rms_epsilon": float(config["rms_norm_eps"]),
+        "attention.layer_norm_rms_epsilon": float(
+            config.get("rms_norm_eps", config.get("norm_eps", 1e-6))
+        ),
         "rope.dimension_count": int(
             config.get("head_dim", 0) * full.get("partial_rotary_factor", 1)
         ),
@@ -392,6 +401,8 @@ def _metadata(config: Mapping[str, Any], name: str, blocks: int) -> dict[str, An
         fields |= _latent_metadata(config, full)
     if name in _DELTA_RULE:
         fields |= _delta_rule_metadata(config)
+    if name.startswith("lfm2"):
+        fields |= _short_conv_metadata(config)
     return {f"{name}.{key}": value for key, value in fields.items() if value is not None}
 
 
@@ -408,6 +419,18 @@ def _delta_rule_metadata(config: Mapping[str, Any]) -> dict[str, Any]:
         "ssm.inner_size": config["linear_num_value_heads"] * config["linear_value_head_dim"],
         "full_attention_interval": 4 if is_regular else None,
         "attention.recurrent_layers": None if is_regular else marks,
+    }
+
+
+def _short_conv_metadata(config: Mapping[str, Any]) -> dict[str, Any]:
+    heads = config["num_key_value_heads"]
+    return {
+        "shortconv.l_cache": config["conv_L_cache"],
+        "attention.head_count_kv": [
+            heads * (kind == "full_attention") for kind in config["layer_types"]
+        ],
+        "leading_dense_block_count": config.get("num_dense_layers"),
+        "expert_gating_func": 2 if "num_dense_layers" in config else None,
     }
 
 
