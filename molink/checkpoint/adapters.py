@@ -15,12 +15,11 @@ import msgspec
 
 from molink.checkpoint.config_fields import read_bytes
 from molink.errors import BrokenModel, UsageError
+from molink.facts.model import MAX_ADAPTERS, AdapterName
 
 #: Adapters of a model, and the file of their matrices where they were imported.
 ADAPTERS_FILE = "molink_adapters.json"
 ADAPTER_TENSORS_FILE = "molink_adapters.safetensors"
-#: Adapters of one model; each takes its share of every stage's memory.
-MAX_ADAPTERS = 32
 MAX_RANK = 512
 #: Bound of the factor ``alpha / rank`` and its variants.
 MAX_SCALE = 1e4
@@ -46,7 +45,7 @@ class AdaptedModule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Adapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """An adapter and the name by which requests choose it."""
 
-    name: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
+    name: AdapterName
     modules: Annotated[
         tuple[AdaptedModule, ...], msgspec.Meta(min_length=1, max_length=_MAX_MODULES)
     ]

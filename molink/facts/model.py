@@ -26,6 +26,10 @@ KVCacheDType = Literal["auto", "int8"]
 Objective = Literal["latency", "throughput"]
 #: Tokens of a KV block, the same at every stage of a pipeline.
 BLOCK_SIZE = 16
+#: Adapters of one model; each takes its share of every stage's memory.
+MAX_ADAPTERS = 32
+#: Name of an adapter, by which requests choose it as if it were a model; empty for none.
+AdapterName = Annotated[str, msgspec.Meta(max_length=64)]
 
 
 class BlockWeights(msgspec.Struct, frozen=True, kw_only=True):

@@ -19,11 +19,11 @@ ROOT_DIGEST = bytes(DIGEST_BYTES)
 
 
 def span_digests(
-    tokens: Sequence[int], after: bytes = ROOT_DIGEST, cache_salt: bytes = b""
+    tokens: Sequence[int], after: bytes = ROOT_DIGEST, cache_scope: bytes = b""
 ) -> tuple[int, ...]:
     """A digest for each whole span of ``tokens`` and everything before it.
 
-    ``after`` is the digest of what precedes ``tokens`` (little-endian). ``cache_salt`` keys every
+    ``after`` is the digest of what precedes ``tokens`` (little-endian). ``cache_scope`` keys every
     span's digest, not only the first one's: a report shows the preceding digests, too.
     """
     ids = array("i", tokens)
@@ -33,7 +33,7 @@ def span_digests(
     found, digest = [], after
     for end in range(size, len(data) + 1, size):
         digest = blake2b(
-            data[end - size : end], digest_size=DIGEST_BYTES, key=cache_salt, salt=digest
+            data[end - size : end], digest_size=DIGEST_BYTES, key=cache_scope, salt=digest
         ).digest()
         found.append(int.from_bytes(digest, "little"))
     return tuple(found)

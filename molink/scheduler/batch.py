@@ -226,6 +226,7 @@ class ControlIssuer:
             state.num_prompt_tokens,
             state.kv_end,
             state.state_slot or 0,
+            state.adapter,
         )
         control = [ControlWithPayload(admit)]
         if request.grammar:

@@ -22,9 +22,9 @@ class KVCacheManager:
     block are therefore cached, and every cached block can be evicted, in LRU order and leaves
     first.
 
-    Requests find only what others with the same ``cache_salt`` left, and if keys depend on the
-    maximum length (LongRoPE), only others as long: each has a root of its own in the tree. Eviction
-    is common to all.
+    Requests find only what others of the same cache scope left (salt and adapter), and if keys
+    depend on the maximum length (LongRoPE), only others as long: each has a root of its own in the
+    tree. Eviction is common to all.
 
     A model with recurrent layers has no prefix cache; each request holds one of the ``state_slots``
     as long as its blocks.
@@ -79,7 +79,7 @@ class KVCacheManager:
         if self._last_lookup is not None and self._last_lookup[:2] == (state, tree.version):
             return self._last_lookup[2]
         long = 0 < self._short_context < state.kv_end
-        root = find_root(state.request.cache_salt, is_other=long)
+        root = find_root(state.request.cache_scope, is_other=long)
         found = tree.match_prefix(state.tokens[:-1], root)
         self._last_lookup = state, tree.version, found
         return found
@@ -198,7 +198,7 @@ class KVCacheManager:
         self.allocator.mark_cached(block)
         self._tree.insert_block(parent, key, block)
         if len(key) == self._block_size:
-            self.span_log.add_block(block, parent, key, state.request.cache_salt)
+            self.span_log.add_block(block, parent, key, state.request.cache_scope)
         return block
 
     def _evict_invalid(self, leaf: int) -> None:

@@ -17,17 +17,17 @@ from molink.routing.cache_report import (
 
 #: The token ids of a block.
 BlockTokens = tuple[int, ...]
-#: Parents of first blocks without a salt; the second is for sequences whose keys differ for the
-#: same tokens. :func:`find_root` has those of salts.
+#: Parents of first blocks without a scope; the second is for sequences whose keys differ for the
+#: same tokens. :func:`find_root` has those of scopes.
 ROOT, OTHER_ROOT = -1, -2
 
 
-def find_root(cache_salt: bytes, *, is_other: bool = False) -> int:
-    """The parent of first blocks of sequences with ``cache_salt``: a negative number of its own.
+def find_root(cache_scope: bytes, *, is_other: bool = False) -> int:
+    """The parent of first blocks of sequences of a scope: a negative number of its own.
 
-    The number spells the salt, so roots need no table. ``is_other`` as in :data:`OTHER_ROOT`.
+    The number spells the scope, so roots need no table. ``is_other`` as in :data:`OTHER_ROOT`.
     """
-    number = int.from_bytes(b"\x01" + cache_salt, "big") if cache_salt else 0
+    number = int.from_bytes(b"\x01" + cache_scope, "big") if cache_scope else 0
     return (OTHER_ROOT if is_other else ROOT) - 2 * number
 
 
@@ -201,7 +201,7 @@ class SpanLog:
     """Spans of the cached blocks and their latest changes, for reports to routers.
 
     A span is cached with the block that it ends in. Sequences below :data:`OTHER_ROOT`, or its like
-    with a salt, are left out.
+    with a scope, are left out.
     """
 
     def __init__(self) -> None:
@@ -214,16 +214,18 @@ class SpanLog:
         #: Number of changes.
         self.version = 0
 
-    def add_block(self, block: int, parent: int, key: BlockTokens, cache_salt: bytes = b"") -> None:
-        """Record a full block of a sequence with ``cache_salt`` that was inserted."""
-        if parent == find_root(cache_salt):
+    def add_block(
+        self, block: int, parent: int, key: BlockTokens, cache_scope: bytes = b""
+    ) -> None:
+        """Record a full block of a sequence of ``cache_scope`` that was inserted."""
+        if parent == find_root(cache_scope):
             digest, before = ROOT_DIGEST, BlockTokens()
         elif parent in self._blocks:
             digest, before, _ = self._blocks[parent]
         else:
             return
         rest = before + key
-        spans = span_digests(rest, digest, cache_salt)
+        spans = span_digests(rest, digest, cache_scope)
         if spans:
             digest = spans[-1].to_bytes(DIGEST_BYTES, "little")
             rest = rest[len(spans) * SPAN_TOKENS :]

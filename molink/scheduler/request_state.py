@@ -50,6 +50,8 @@ class RequestState:
     #: unlimited).
     max_queue_s: float = 0.0
     deadline_s: float = 0.0
+    #: Number of the request's adapter among the model's; 0 for none.
+    adapter: int = 0
     #: When it arrived at this scheduler, and when its first token did.
     arrived_at: float = 0.0
     first_token_at: float = 0.0
@@ -108,11 +110,12 @@ class RequestState:
         *,
         credit_window: int = 256,
         elapsed_s: float = 0.0,
+        adapter: int = 0,
     ) -> "RequestState":
         """The state of a request that ``peer`` submits under ``key``.
 
         ``output_ids`` were generated in an earlier epoch; the client asked ``elapsed_s`` seconds
-        ago.
+        ago. ``adapter`` is the number of the request's adapter.
         """
         tokens = [*request.prompt_token_ids, *output_ids]
         max_queue_s = 0.0 if output_ids else request.max_queue_s
@@ -126,6 +129,7 @@ class RequestState:
             credit_window=credit_window,
             max_queue_s=max_queue_s and max(MIN_TIMEOUT_S, max_queue_s - elapsed_s),
             deadline_s=request.deadline_s and max(MIN_TIMEOUT_S, request.deadline_s - elapsed_s),
+            adapter=adapter,
         )
 
     def set_arrival(self, now: float, cached: int = 0, costs: RequestCosts | None = None) -> None:

@@ -9,9 +9,10 @@ import pytest
 
 from molink.checkpoint import adapted_folder
 from molink.checkpoint.adapted_folder import adapt_model
-from molink.checkpoint.adapters import ADAPTERS_FILE, MAX_ADAPTERS, read_adapters
+from molink.checkpoint.adapters import ADAPTERS_FILE, read_adapters
 from molink.checkpoint.model_folder import ModelFolder
 from molink.errors import BrokenModel, MolinkError, UsageError
+from molink.facts.model import MAX_ADAPTERS
 from molink.swarm.artifacts.fetch_plan import group_tensors
 from tests.support.adapters import write_adapter
 

@@ -21,7 +21,7 @@ from molink.wire.messages.data_plane import (
     SamplingParams,
     Volume,
 )
-from molink.wire.messages.serving import OutputToken
+from molink.wire.messages.serving import MAX_CACHE_SALT, OutputToken
 from tests.support.request_states import make_state
 
 PLAIN = SamplingParams()
@@ -154,6 +154,23 @@ def test_salts_share_no_prefix() -> None:
     }
     assert (firsts["d"], firsts["e"]) == (0, 0)
     assert firsts["f"] > 0
+
+
+def test_adapters_share_no_prefix() -> None:
+    """Keys and values differ, so no salt of a client may lead to those of an adapter."""
+    player = Player.of()
+    one = make_state("peer", "x", PROMPT, len(PROMPT), 1, PLAIN, adapter="one").request.cache_scope
+    scopes = [(b"", ""), (b"", "one"), (b"", "two"), (b"s", ""), (b"s", "one"), (one[:16], "")]
+    for turn in range(2):
+        for number, (salt, adapter) in enumerate(scopes):
+            key = f"{turn}/{number}"
+            state = make_state(
+                "peer", key, PROMPT, len(PROMPT), 1, PLAIN, cache_salt=salt, adapter=adapter
+            )
+            player.scheduler.submit_request(state, 0.0)
+            player.drain()
+    assert [token.cached_tokens for token in player.told] == [0] * 6 + [39] * 6
+    assert len(one) > MAX_CACHE_SALT
 
 
 def test_salted_blocks_are_evicted_like_others() -> None:

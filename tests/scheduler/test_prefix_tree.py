@@ -197,8 +197,8 @@ def test_salted_spans_differ_also_where_the_preceding_digest_is_known() -> None:
         log.add_block(block, parent, tuple(tokens[block * half : (block + 1) * half]), salt)
         parent = block
     reported = log.changes_since(-1)[1]
-    assert reported == span_digests(tokens, cache_salt=salt)
-    assert not {*reported} & {*span_digests(tokens), *span_digests(tokens, cache_salt=b"other")}
+    assert reported == span_digests(tokens, cache_scope=salt)
+    assert not {*reported} & {*span_digests(tokens), *span_digests(tokens, cache_scope=b"other")}
     for index, digest in enumerate(reported[:-1]):
         known = digest.to_bytes(DIGEST_BYTES, "little")
         (guess,) = span_digests(tokens[(index + 1) * SPAN_TOKENS :][:SPAN_TOKENS], known)

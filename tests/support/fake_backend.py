@@ -74,6 +74,7 @@ class FakeBackend:
     name: str = "tiny"
     task: ModelTask = GENERATE
     hidden_size: int = 0
+    adapters: tuple[str, ...] = ()
     #: Served beside it, with the same tokenizer.
     others: Sequence[ServedModel] = ()
     #: What ``molink status --json`` would say, and how often it was asked for.
@@ -103,6 +104,7 @@ class FakeBackend:
                 self.short_context,
                 task=self.task,
                 hidden_size=self.hidden_size,
+                adapters=self.adapters,
             ),
             *self.others,
         ]

@@ -22,6 +22,7 @@ def make_state(
     max_queue_s: float = 0.0,
     deadline_s: float = 0.0,
     cache_salt: bytes = b"",
+    adapter: str = "",
 ) -> RequestState:
     """A submission: a prompt of ``prompt_tokens``, and tokens generated in earlier epochs.
 
@@ -39,6 +40,7 @@ def make_state(
         max_queue_s,
         deadline_s,
         cache_salt,
+        adapter,
     )
     return RequestState.from_request(
         request, peer, key, tokens[prompt_tokens:], credit_window=credit_window

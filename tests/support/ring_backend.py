@@ -54,6 +54,7 @@ class RingBackend:
         """A ring of ``parts`` stages; of several, volumes of drafts may go ahead."""
         opened = ModelFolder.open(folder)
         config = self._config = opened.config
+        self._adapters = tuple(adapter.name for adapter in config.adapters)
         self.folder, self.context = folder, min(config.max_model_len, blocks * BLOCK_SIZE)
         self.tokenizer = Tokenizer.open(folder)
         cuts = [config.layers * part // parts for part in range(parts + 1)]
@@ -103,6 +104,7 @@ class RingBackend:
                 1700000000,
                 task=self._config.task,
                 hidden_size=self._config.hidden_size,
+                adapters=self._adapters,
             )
         ]
 
@@ -117,7 +119,10 @@ class RingBackend:
         self.asked.append(request)
         key = str(len(self.asked))
         self._told[key] = deque()
-        state = RequestState.from_request(request, "d", key, emitted, credit_window=1 << 16)
+        adapter = self._adapters.index(request.adapter) + 1 if request.adapter else 0
+        state = RequestState.from_request(
+            request, "d", key, emitted, credit_window=1 << 16, adapter=adapter
+        )
         self.ring.scheduler.submit_request(state, self.ring.queue.now)
         self.ring.rings[0].run_pending()
         return key

@@ -1,7 +1,7 @@
 """What the endpoint needs from the swarm, as a protocol. The daemon implements it."""
 
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -18,7 +18,8 @@ class ServedModel:
     be on other peers. ``max_model_len`` is in tokens. Requests of up to ``original_max_model_len``
     tokens use the original position embeddings (LongRoPE); 0: no such limit. ``size`` is the size
     of all weights in bytes, 0 if unknown. ``root`` identifies the model's content, ``task`` is what
-    it is made for, and ``hidden_size`` is the length of its rows.
+    it is made for, and ``hidden_size`` is the length of its rows. ``adapters`` are the names of its
+    adapters; each is a model of its own for clients, whose ``base`` is this one's name.
     """
 
     name: str
@@ -30,6 +31,22 @@ class ServedModel:
     root: str = ""
     task: ModelTask = GENERATE
     hidden_size: int = 0
+    adapters: tuple[str, ...] = ()
+    base: str = ""
+
+    @property
+    def pipeline_model(self) -> str:
+        """Name of the model whose pipelines serve it."""
+        return self.base or self.name
+
+    @property
+    def adapter(self) -> str:
+        """The adapter of requests for it; empty for none."""
+        return self.name if self.base else ""
+
+    def list_adapters(self) -> "list[ServedModel]":
+        """Its adapters, as clients see them."""
+        return [replace(self, name=name, adapters=(), base=self.name) for name in self.adapters]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +92,14 @@ class Backend(Protocol):
     """The swarm behind the endpoint. All methods are called on the endpoint's event loop."""
 
     def list_models(self) -> Sequence[ServedModel]:
-        """Return the models that clients may request, ready or not."""
+        """Return the models that clients may request, ready or not; adapters are in these."""
         ...
 
     def is_ready(self, model: str | None = None) -> bool:
-        """Whether a pipeline can serve ``model`` (any model if ``None``) now."""
+        """Whether a pipeline can serve ``model``, or the adapter of that name, now.
+
+        ``None`` means any model.
+        """
         ...
 
     def generate(self, request: Request) -> AsyncGenerator[GeneratedToken, None]:

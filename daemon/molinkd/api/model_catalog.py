@@ -29,22 +29,31 @@ class ModelCatalog:
         self._tool_call_parser = tool_call_parser
         self._loads: dict[Path, asyncio.Task[Tokenizer]] = {}
 
+    def list_models(self) -> list[ServedModel]:
+        """The served models, then their adapters; a model hides an adapter of its name."""
+        models = {model.name: model for model in self._backend.list_models()}
+        for model in [*models.values()]:
+            for adapter in model.list_adapters():
+                models.setdefault(adapter.name, adapter)
+        return [*models.values()]
+
     def find_model(self, name: str | None) -> ServedModel:
-        """Return the model called ``name``, or the only served model if ``name`` is ``None``.
+        """Return the model or adapter called ``name``, or the only model if it is ``None``.
 
         Raises:
             ModelNotFound: no such model; the message lists those available.
             RequestError: ``name`` is missing and several models are served.
             Unavailable: no model is served.
         """
-        models = self._backend.list_models()
+        models = self.list_models()
         if not models:
             raise Unavailable(
                 "no model is served: `molink status` shows why, `molink run MODEL` loads one"
             )
         if name is None:
-            if len(models) == 1:
-                return models[0]
+            whole = [model for model in models if not model.base]
+            if len(whole) == 1:
+                return whole[0]
             served = ", ".join(model.name for model in models)
             raise RequestError(f"`model` is required; available: {served}", "model")
         for model in models:

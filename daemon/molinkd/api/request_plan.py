@@ -154,7 +154,8 @@ def make_plan(
         for copy in range(count):
             seed = _derived_seed(sampling.seed, copy)
             request = Request(
-                model=loaded_model.model.name,
+                model=loaded_model.model.pipeline_model,
+                adapter=loaded_model.model.adapter,
                 prompt_token_ids=prompt.ids,
                 max_tokens=max_tokens,
                 sampling_params=msgspec.structs.replace(sampling, seed=seed),

@@ -1,9 +1,10 @@
 """Interfaces between a worker and the model it runs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from molink.checkpoint.adapters import Adapter
 from molink.facts.drafts import DraftModelFacts
 from molink.facts.dtypes import WeightDType
 from molink.facts.profile import Profile
@@ -42,6 +43,10 @@ class StageConfig(Protocol):
     @property
     def short_context(self) -> int:
         """See :attr:`molink.checkpoint.traits.FamilyTraits.short_context`."""
+
+    @property
+    def adapters(self) -> Sequence[Adapter]:
+        """The model's adapters, in the order of their numbers."""
 
 
 class LoadedStage(Protocol):

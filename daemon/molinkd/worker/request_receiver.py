@@ -73,11 +73,20 @@ class RequestReceiver:
     ``now`` is in seconds of any monotonic clock.
     """
 
-    def __init__(self, scheduler: Scheduler, pipeline: str, vocab_size: int, send: SendTo) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        pipeline: str,
+        vocab_size: int,
+        send: SendTo,
+        adapters: Sequence[str] = (),
+    ) -> None:
+        """``adapters`` are the names of the model's, in the order of their numbers."""
         self._scheduler = scheduler
         self._pipeline = pipeline
         self._vocab_size = vocab_size
         self._send = send
+        self._adapters = {name: number for number, name in enumerate(adapters, 1)}
         #: Submissions whose ids have not all arrived, by peer and key.
         self._incomplete: dict[str, dict[str, _IncompleteRequest]] = {}
         self._connections: dict[tuple[str, str], bytes] = {}
@@ -226,6 +235,9 @@ class RequestReceiver:
             )
         if len(grammar) > MAX_GRAMMAR_BYTES:
             raise RequestError(f"a grammar of {len(grammar)} bytes; at most {MAX_GRAMMAR_BYTES}")
+        adapter = submit.request.adapter
+        if adapter and adapter not in self._adapters:
+            raise RequestError(f"this pipeline has no adapter {adapter}", "model")
         longest = self._scheduler.config.max_request_tokens
         if submit.num_tokens >= longest:
             raise ContextTooLong(
@@ -256,7 +268,8 @@ class RequestReceiver:
             if len(entry.ids) < entry.submit.num_tokens:
                 return
             self._drop_incomplete(peer, message.key)
-            state = _make_state(peer, entry)
+            adapter = self._adapters.get(entry.submit.request.adapter, 0)
+            state = _make_state(peer, entry, adapter)
             self.deliver_emissions(self._scheduler.submit_request(state, now), now)
         except MolinkError as error:
             self._drop_incomplete(peer, message.key)
@@ -299,7 +312,7 @@ class RequestReceiver:
         self._cache_versions.pop((peer, key), None)
 
 
-def _make_state(peer: str, entry: _IncompleteRequest) -> RequestState:
+def _make_state(peer: str, entry: _IncompleteRequest, adapter: int) -> RequestState:
     submit, ids = entry.submit, tuple(entry.ids)
     request = msgspec.structs.replace(
         submit.request, prompt_token_ids=ids[: submit.num_prompt_tokens], grammar=entry.grammar
@@ -311,6 +324,7 @@ def _make_state(peer: str, entry: _IncompleteRequest) -> RequestState:
         ids[submit.num_prompt_tokens :],
         credit_window=submit.credit_window,
         elapsed_s=submit.elapsed_s,
+        adapter=adapter,
     )
 
 

@@ -70,6 +70,7 @@ class StageRuntime:
         self._command = command
         self._server = server
         self._vocab_size = engine.stage.config.vocab_size
+        self._adapters = tuple(adapter.name for adapter in engine.stage.config.adapters)
         self._weight_bytes = engine.stage.weight_bytes
         self._kv_bytes = engine.stage.pool_bytes(command.blocks, start.block_size)
         self._host_kv_bytes = host.blocks * engine.stage.block_bytes(start.block_size)
@@ -168,7 +169,7 @@ class StageRuntime:
 
     def _create_receiver(self, scheduler: Scheduler) -> RequestReceiver:
         self.receiver = RequestReceiver(
-            scheduler, self._start.pipeline, self._vocab_size, self._server.send
+            scheduler, self._start.pipeline, self._vocab_size, self._server.send, self._adapters
         )
         return self.receiver
 

@@ -119,7 +119,9 @@ def _split_sequences(
     """Split a slice into sequences: a prompt chunk is one, each draft is a decode row."""
     each = rows.count if prefill else 1
     for start in range(rows.start, rows.start + rows.count, each):
-        yield SequenceRows(start, each, state.blocks, state.max_positions, state.state_slot)
+        yield SequenceRows(
+            start, each, state.blocks, state.max_positions, state.state_slot, state.adapter
+        )
 
 
 def _verified_tokens(step_input: StepInput) -> Sequence[int]:

@@ -46,7 +46,7 @@ class RequestRouter:
         chosen = candidates[0]
         if len(candidates) > 1:
             spans = (
-                span_digests(prompt, cache_salt=request.cache_salt)
+                span_digests(prompt, cache_scope=request.cache_scope)
                 if self._router.reads_spans
                 else ()
             )

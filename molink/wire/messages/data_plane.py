@@ -11,6 +11,7 @@ from typing import Annotated
 import msgspec
 
 from molink.facts.drafts import MAX_DRAFTS
+from molink.facts.model import MAX_ADAPTERS
 from molink.facts.profile import MAX_SLOWDOWN
 from molink.facts.scalars import Count, Index, Text
 from molink.wire.messages.base import LeanMessage, Payload
@@ -128,6 +129,8 @@ class Admit(LeanMessage, frozen=True, tag="admit"):
     max_positions: Count = 0
     #: Where recurrent layers keep its state.
     state_slot: Index = 0
+    #: Number of its adapter among the model's, from 1; 0 for none.
+    adapter: Annotated[int, msgspec.Meta(ge=0, le=MAX_ADAPTERS)] = 0
 
 
 class History(LeanMessage, frozen=True, tag="history"):

@@ -1,9 +1,11 @@
 """Messages between endpoints and schedulers: requests, their tokens, their end."""
 
+from hashlib import blake2b
 from typing import Annotated, Literal
 
 import msgspec
 
+from molink.facts.model import AdapterName
 from molink.facts.ring_times import RequestCosts
 from molink.facts.scalars import Count, Index, Sentence, Text
 from molink.wire.messages.base import LeanMessage, Payload
@@ -21,6 +23,8 @@ MAX_STOP_IDS = 64
 MAX_CLIENT = 32
 #: Bytes of a cache salt.
 MAX_CACHE_SALT = 16
+#: Bytes of the cache scope of requests with an adapter; more than a salt has.
+_ADAPTER_SCOPE_BYTES = 32
 
 #: As in vLLM's API: lower is served first.
 Priority = Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)]
@@ -53,6 +57,19 @@ class Request(LeanMessage, frozen=True, tag=False):
     deadline_s: QueueSeconds = 0.0
     #: Only requests with the same salt share cached prefixes; see :mod:`molinkd.api.cache_salts`.
     cache_salt: Annotated[bytes, msgspec.Meta(max_length=MAX_CACHE_SALT)] = b""
+    #: Adapter of ``model`` that answers; empty for none.
+    adapter: AdapterName = ""
+
+    @property
+    def cache_scope(self) -> bytes:
+        """Only requests of the same scope share cached prefixes: the salt, and the adapter.
+
+        Adapters change keys and values, so no salt is the scope of an adapter.
+        """
+        if not self.adapter:
+            return self.cache_salt
+        name = blake2b(self.adapter.encode(), digest_size=_ADAPTER_SCOPE_BYTES).digest()
+        return blake2b(self.cache_salt, digest_size=_ADAPTER_SCOPE_BYTES, key=name).digest()
 
     def without_payloads(self) -> "Request":
         """The request as a :class:`Submit` carries it; prompt and grammar travel as payloads."""

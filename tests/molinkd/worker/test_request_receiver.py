@@ -13,7 +13,7 @@ from molink.scheduler.request_state import Emission
 from molink.scheduler.scheduler import Scheduler
 from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import data_codec
-from molink.wire.messages.data_plane import MAX_GRAMMAR_BYTES, Heartbeat, SamplingParams
+from molink.wire.messages.data_plane import MAX_GRAMMAR_BYTES, Admit, Heartbeat, SamplingParams
 from molink.wire.messages.serving import (
     Cancel,
     Credit,
@@ -117,6 +117,18 @@ def test_request_reaches_the_scheduler(receiver: RequestReceiver, scheduler: Sch
     assert scheduler.live_requests == [("daemon", "k")]
     receiver.handle_message(HERE, Cancel("k"), None, 0.0)
     assert (scheduler.live_requests, len(receiver)) == ([], 0)
+
+
+def test_adapters_by_name(scheduler: Scheduler, wire: Wire) -> None:
+    receiver = RequestReceiver(scheduler, "p1", 100, wire, ("one", "two"))
+    ask(receiver, "a", [1, 2, 3], adapter="two")
+    ask(receiver, "b", [1, 2, 3])
+    batch = scheduler.next_batch(0.0)
+    assert batch is not None
+    admitted = [control.body for control in batch.controls if isinstance(control.body, Admit)]
+    assert [body.adapter for body in admitted] == [2, 0]
+    ask(receiver, "c", [1, 2, 3], adapter="three")
+    assert reasons(wire) == [("c", "invalid")]
 
 
 def test_oversized_grammar_is_rejected(

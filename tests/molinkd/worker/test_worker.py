@@ -74,6 +74,7 @@ class FakeStage:
         keys_depend_on_length=False,
         keeps_states=False,
         short_context=0,
+        adapters=(),
         has_output_head=False,
     )
     wire_dtype = "f32"

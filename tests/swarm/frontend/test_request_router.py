@@ -13,8 +13,8 @@ A, B, LATER = PipelineEpoch("a", 1), PipelineEpoch("b", 1), PipelineEpoch("a", 2
 LONG = tuple(range(4 * SPAN_TOKENS))
 
 
-def asked(prompt: tuple[int, ...], salt: bytes = b"") -> Request:
-    return Request("m", prompt, 1, SamplingParams(), cache_salt=salt)
+def asked(prompt: tuple[int, ...], salt: bytes = b"", adapter: str = "") -> Request:
+    return Request("m", prompt, 1, SamplingParams(), cache_salt=salt, adapter=adapter)
 
 
 def test_single_pipeline_needs_no_router() -> None:
@@ -57,6 +57,17 @@ def test_prompts_with_another_salt_are_others() -> None:
     for number, salt in enumerate((b"two", b"", b"one")):
         key = f"later {number}"
         routing.choose_pipeline(key, asked(LONG, salt), [A, B], 2.0 + number)
+        routing.on_request_finished(key, 1, 3.0 + number)
+    assert (routing.counts["explored"], routing.counts["exploited"]) == (3, 1)
+
+
+def test_prompts_with_another_adapter_are_others() -> None:
+    routing = RequestRouter(E2Router())
+    routing.choose_pipeline("1", asked(LONG, adapter="one"), [A, B], 0.0)
+    routing.on_first_token("1", 0, 1.0)
+    for number, adapter in enumerate(("two", "", "one")):
+        key = f"later {number}"
+        routing.choose_pipeline(key, asked(LONG, adapter=adapter), [A, B], 2.0 + number)
         routing.on_request_finished(key, 1, 3.0 + number)
     assert (routing.counts["explored"], routing.counts["exploited"]) == (3, 1)
 

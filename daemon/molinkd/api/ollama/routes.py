@@ -83,13 +83,14 @@ class OllamaRoutes:
 
     async def list_models(self, request: web.Request) -> web.Response:
         """``GET /api/tags``: all models."""
-        models = [await _model_json(model) for model in self.backend.list_models()]
+        models = [await _model_json(model) for model in self.catalog.list_models()]
         return json_response(json.encode({"models": models}))
 
     async def list_running(self, request: web.Request) -> web.Response:
         """``GET /api/ps``: models that are ready."""
-        ready = [model for model in self.backend.list_models() if self.backend.is_ready(model.name)]
-        models = [
+        models = self.catalog.list_models()
+        ready = [model for model in models if self.backend.is_ready(model.pipeline_model)]
+        found = [
             {
                 **await _model_json(model),
                 "expires_at": _NEVER_EXPIRES,
@@ -97,7 +98,7 @@ class OllamaRoutes:
             }
             for model in ready
         ]
-        return json_response(json.encode({"models": models}))
+        return json_response(json.encode({"models": found}))
 
     async def show_model(self, request: web.Request) -> web.Response:
         """``POST /api/show``."""
@@ -150,7 +151,7 @@ async def _model_json(model: ServedModel) -> dict[str, Any]:
         "size": model.size,
         "digest": model.root.partition(":")[0],
         "details": {
-            "parent_model": "",
+            "parent_model": model.base,
             "format": "safetensors",
             "family": family,
             "families": [family],

@@ -42,7 +42,7 @@ class OpenAIRoutes:
 
     async def list_models(self, request: web.Request) -> web.Response:
         """``GET /v1/models``."""
-        models = [_model_json(model) for model in self.backend.list_models()]
+        models = [_model_json(model) for model in self.catalog.list_models()]
         return json_response(json.encode({"object": "list", "data": models}))
 
     async def get_model(self, request: web.Request) -> web.Response:
@@ -94,7 +94,7 @@ def _model_json(model: ServedModel) -> dict[str, object]:
         "owned_by": "molink",
         # Fields that clients of vLLM and llama-server read.
         "root": model.name,
-        "parent": None,
+        "parent": model.base or None,
         "max_model_len": model.max_model_len,
         "meta": {"n_ctx": model.max_model_len, "size": model.size},
     }

@@ -149,7 +149,8 @@ class PoolingHandler:
         left = max(body.timeout - elapsed_s, 1e-3) if body.timeout is not None else 0.0
         return [
             Request(
-                model=loaded_model.model.name,
+                model=loaded_model.model.pipeline_model,
+                adapter=loaded_model.model.adapter,
                 prompt_token_ids=ids,
                 max_tokens=1,
                 sampling_params=pooling_request.sampling_params,

@@ -78,7 +78,7 @@ def find_score_tokens(loaded_model: LoadedModel) -> tuple[int, int]:
     model = loaded_model.model
     if model.task.name == "rerank":
         return model.task.relevant_token, model.task.irrelevant_token
-    if model.task.name == "generate" and _RERANKER_NAME in model.name.lower():
+    if model.task.name == "generate" and _RERANKER_NAME in model.pipeline_model.lower():
         found = [loaded_model.tokenizer.find_token_id(text) for text in (_RELEVANT, _IRRELEVANT)]
         if found[0] is not None and found[1] is not None:
             return found[0], found[1]

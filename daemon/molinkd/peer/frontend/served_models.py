@@ -115,6 +115,7 @@ class ServedModels:
             route.root,
             config.task,
             config.hidden_size,
+            tuple(adapter.name for adapter in config.adapters),
         )
 
 

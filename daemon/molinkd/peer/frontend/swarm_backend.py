@@ -191,8 +191,10 @@ class SwarmBackend:
 
     def is_ready(self, model: str | None = None) -> bool:
         """Whether a pipeline accepts requests now."""
-        served = {served.name for served in self._models} & self._ready
-        return bool(served) if model is None else model in served
+        ready = [served for served in self._models if served.name in self._ready]
+        if model is None:
+            return bool(ready)
+        return any(model in (served.name, *served.adapters) for served in ready)
 
     async def generate(self, request: Request) -> AsyncGenerator[GeneratedToken, None]:
         """Stream an answer; see :class:`molinkd.api.backend.Backend`."""
