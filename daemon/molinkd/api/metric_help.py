@@ -130,7 +130,7 @@ _STAGE = {
         "Duration of the stage's decode steps relative to its profile; 0 = unknown."
     ),
     "stage_weight_bytes": "Bytes of the stage's weights in device memory.",
-    "stage_kv_bytes": "Bytes of the stage's KV pool in device memory.",
+    "stage_kv_bytes": "Bytes of the stage's KV pool and recurrent states in device memory.",
     "loop_busy_share": (
         "CPU share of the worker's event loop, 0 to 1; above 0.1 it slows the steps."
     ),
