@@ -117,12 +117,17 @@ def granite_hybrid_experts(fields: ConfigFields, layers: int) -> ExpertsConfig |
     """Granite 4: as before beside a shared expert; ``None`` if there is only that one."""
     if not fields.get_count("num_local_experts", 8):
         return None
+    is_split = fields.get_boolean("split_shared_mlp", False)
+    names = ("gate_proj", "up_proj") if is_split else ("input_linear",)
     return replace(
         granite_experts(fields, layers),
         shared_intermediate_size=fields.get_integer(
             "shared_intermediate_size", 1024, MAX_EXPERT_SIZE
         ),
-        shared_names=(("shared_mlp.input_linear",), "shared_mlp.output_linear"),
+        shared_names=(
+            tuple(f"shared_mlp.{name}" for name in names),
+            "shared_mlp.output_linear",
+        ),
     )
 
 

@@ -69,7 +69,8 @@ def granite_hybrid(fields: ConfigFields, layers: int) -> FamilyTraits:
         unrotated_layers=frozenset(range(layers) if positions == "nope" else ()),
         attention_bias=biased,
         output_bias=biased,
-        merged_gate_up=True,
+        # A GGUF file has two tensors.
+        merged_gate_up=not fields.get_boolean("split_shared_mlp", False),
         mlp_names=MlpNames("shared_mlp", down="output_linear", gate_up="input_linear"),
         experts=granite_hybrid_experts(fields, layers),
         recurrent=parse_mamba2(fields) if recurrent else None,

@@ -225,7 +225,8 @@ class Mamba2Shape(RecurrentShape):
     """Mamba-2 (arXiv 2405.21060) behind a causal convolution of ``conv_width`` rows.
 
     There are ``heads`` values of ``head_dim`` (x there); each of ``groups`` queries and keys (C and
-    B) of ``state_size`` serves the same number of consecutive heads.
+    B) of ``state_size`` serves the same number of consecutive heads. With ``has_decays`` (from a
+    GGUF file) a tensor has the decays themselves.
     """
 
     heads: int
@@ -234,6 +235,7 @@ class Mamba2Shape(RecurrentShape):
     state_size: int
     conv_width: int
     has_conv_bias: bool = True
+    has_decays: bool = False
     is_biased: bool = False
 
     @property
@@ -278,7 +280,8 @@ class Mamba2Shape(RecurrentShape):
             "mamba.conv1d.weight": (self.channels, 1, self.conv_width),
             "mamba.norm.weight": (self.inner_size,),
         }
-        shapes |= dict.fromkeys(("mamba.A_log", "mamba.D", "mamba.dt_bias"), (self.heads,))
+        decays = "mamba.A" if self.has_decays else "mamba.A_log"
+        shapes |= dict.fromkeys((decays, "mamba.D", "mamba.dt_bias"), (self.heads,))
         return shapes | ({"mamba.conv1d.bias": (self.channels,)} if self.has_conv_bias else {})
 
     @property
@@ -349,6 +352,7 @@ def parse_mamba2(fields: ConfigFields) -> Mamba2Shape:
         state_size=fields.get_integer("mamba_d_state", 256, _MAX_DIM),
         conv_width=fields.get_integer("mamba_d_conv", 4, _MAX_WIDTH),
         has_conv_bias=fields.get_boolean("mamba_conv_bias", True),
+        has_decays=fields.get_boolean("mamba_plain_decays", False),
         is_biased=fields.get_boolean("mamba_proj_bias", False),
     )
     if shape.inner_size != inner:

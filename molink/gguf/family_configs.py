@@ -63,6 +63,31 @@ def _granite_moe_config(about: ArchMetadata) -> dict[str, Any]:
     }
 
 
+def _granite_hybrid_config(about: ArchMetadata) -> dict[str, Any]:
+    """Granite 4 with Mamba-2; without it, such files are those of Granite 3."""
+    inner, heads = about.get_integer("ssm.inner_size"), about.get_integer("ssm.time_step_rank")
+    kept, experts = about.list_numbers("attention.head_count_kv"), about.get_count("expert_count")
+    width = "expert_shared_feed_forward_length" if experts else "feed_forward_length"
+    return {
+        **_granite_config(about),
+        "architectures": ["GraniteMoeHybridForCausalLM"],
+        "layer_types": ["attention" if count else "mamba" for count in kept],
+        "mamba_n_heads": heads,
+        "mamba_d_head": max(1, inner // heads),
+        "mamba_n_groups": about.get_integer("ssm.group_count"),
+        "mamba_d_state": about.get_integer("ssm.state_size"),
+        "mamba_d_conv": about.get_integer("ssm.conv_kernel"),
+        "mamba_expand": max(1, inner // about.get_integer("embedding_length")),
+        "mamba_conv_bias": any(name.endswith("conv1d.bias") for name in about.file.tensors),
+        "mamba_plain_decays": True,
+        "num_local_experts": experts,
+        "num_experts_per_tok": about.get_integer("expert_used_count") if experts else 1,
+        "shared_intermediate_size": about.get_integer(width),
+        "split_shared_mlp": True,
+        "position_embedding_type": "nope" if 0 in kept else "rope",
+    }
+
+
 def _olmo2_config(about: ArchMetadata) -> dict[str, Any]:
     """OLMo 2, and OLMo 3, which has windows."""
     if not about.has_key("attention.sliding_window"):
@@ -396,6 +421,7 @@ FAMILY_CONFIGS: dict[str, Callable[[ArchMetadata], dict[str, Any]]] = {
     "mistral3": _mistral3_config,
     "granite": _granite_config,
     "granitemoe": _granite_moe_config,
+    "granitehybrid": _granite_hybrid_config,
     "smollm3": _plain_config("SmolLM3ForCausalLM"),
     "olmo2": _olmo2_config,
     "exaone4": _exaone4_config,

@@ -26,7 +26,7 @@ _MODEL_TENSORS = {
 #: Constants that follow from the metadata or are read with it.
 _CONSTANTS = (ROPE_FREQS, ROPE_LONG, ROPE_SHORT)
 #: Families whose query and key rows are permuted.
-_PERMUTED_FAMILIES = ("Llama", "Mixtral", "Granite", "GraniteMoe", "SmolLM3")
+_PERMUTED_FAMILIES = ("Llama", "Mixtral", "Granite", "GraniteMoe", "GraniteMoeHybrid", "SmolLM3")
 _LAYER_CONSTANTS = "attn_rot_embd"
 _MODULES = {
     "attn_norm": "input_layernorm",
@@ -91,8 +91,23 @@ _DELTA_MODULES = (
     }
 )
 _DELTA_FAMILIES = ("Qwen3Next", "Qwen3_5", "Qwen3_5Moe")
-#: Their tensors that are neither weights nor biases here.
+#: Mamba-2; shared experts are the only ones, or beside others.
+_HYBRID_MODULES = _MODULES | {
+    **{f"ssm_{part}": f"mamba.{part}" for part in ("conv1d", "norm")},
+    **{f"ssm_{part}": f"mamba.{part}_proj" for part in ("in", "out")},
+    **{
+        f"ffn_{part}{end}": f"shared_mlp.{ours}"
+        for part, ours in (("gate", "gate_proj"), ("up", "up_proj"), ("down", "output_linear"))
+        for end in ("", "_shexp")
+    },
+    "ffn_gate_inp": "block_sparse_moe.router.layer",
+}
 _DELTA_NAMES = {"ssm_a": "linear_attn.A", "ssm_dt.bias": "linear_attn.dt_bias"}
+#: Tensors that are neither weights nor biases here.
+_OTHER_NAMES = {
+    **dict.fromkeys(_DELTA_FAMILIES, _DELTA_NAMES),
+    "GraniteMoeHybrid": {"ssm_a": "mamba.A", "ssm_d": "mamba.D", "ssm_dt.bias": "mamba.dt_bias"},
+}
 _LFM2_MODULES = _MODULES | {
     "attn_norm": "operator_norm",
     "attn_q_norm": "self_attn.q_layernorm",
@@ -114,6 +129,7 @@ _HUNYUAN_MODULES = _MODULES | {
 _FAMILY_MODULES = {
     "Phi3": _PHI_MODULES,
     "Mixtral": _MIXTRAL_MODULES,
+    "GraniteMoeHybrid": _HYBRID_MODULES,
     "GraniteMoe": _MODULES | {"ffn_gate_inp": "block_sparse_moe.router.layer"},
     "Glm4": _GLM4_MODULES,
     "Glm4Moe": _DEEPSEEK_MODULES | _POST_ATTENTION,
@@ -166,6 +182,7 @@ _FAMILY_EXPERTS = {
     "Mixtral": _MIXTRAL_EXPERTS,
     "MiniMaxM2": _MIXTRAL_EXPERTS,
     "GraniteMoe": _SPARSE_EXPERTS,
+    "GraniteMoeHybrid": _SPARSE_EXPERTS,
 }
 
 
@@ -206,8 +223,10 @@ def map_tensors(file: GgufFile, config: dict[str, Any]) -> Iterator[MappedTensor
             )
             continue
         match = _LAYER_PATTERN.fullmatch(tensor.name)
-        if match is not None and family in _DELTA_FAMILIES and match[2] in _DELTA_NAMES:
-            yield _make_tensor(f"model.layers.{match[1]}.{_DELTA_NAMES[match[2]]}", tensor, where)
+        other = _OTHER_NAMES.get(family, {}).get(match[2]) if match else None
+        if match is not None and other is not None:
+            flat = _reshape_tensor(tensor, match[2])
+            yield _make_tensor(f"model.layers.{match[1]}.{other}", flat, where)
             continue
         module, _, kind = match[2].rpartition(".") if match else ("", "", "")
         if match is None or kind not in ("weight", "bias"):
@@ -271,6 +290,8 @@ def _reshape_tensor(tensor: GgufTensor, module: str) -> GgufTensor:
             return replace(tensor, shape=(1, columns))
         case (("ssm_conv1d" | "shortconv.conv"), (channels, width)):
             return replace(tensor, shape=(channels, 1, width))
+        case (("ssm_a" | "ssm_d" | "ssm_norm"), (rows, columns)):
+            return replace(tensor, shape=(rows * columns,))
         case (("attn_k_b" | "attn_v_b"), (heads, rows, columns)):
             return replace(tensor, shape=(heads * rows, columns))
     return tensor

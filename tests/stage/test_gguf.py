@@ -117,6 +117,12 @@ CASES: dict[str, tuple[str, Kind, dict[str, Any]]] = {
     "phi3": ("phi3", Kind.Q5_1, {"sliding_window": None}),
     "mixtral": ("mixtral", Kind.Q4_0, {"intermediate_size": 64, "sliding_window": None}),
     "qwen3_moe": ("qwen3_moe", Kind.BF16, {}),
+    "granitemoehybrid": ("granitemoehybrid", Kind.Q8_0, {"shared_intermediate_size": 64}),
+    "granitemoehybrid dense": (
+        "granitemoehybrid",
+        Kind.Q4_0,
+        {"shared_intermediate_size": 64, "num_local_experts": 0},
+    ),
     "lfm2": ("lfm2", Kind.Q8_0, {"block_auto_adjust_ff_dim": False}),
     "lfm2_moe": ("lfm2_moe", Kind.Q4_0, {"tie_word_embeddings": True}),
     "qwen3_next": ("qwen3_next", Kind.Q8_0, WIDE_STATES),

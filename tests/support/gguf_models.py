@@ -17,6 +17,7 @@ _NAMES = {
     "qwen2_moe": "qwen2moe",
     "qwen3_moe": "qwen3moe",
     "lfm2_moe": "lfm2moe",
+    "granitemoehybrid": "granitehybrid",
     "qwen3_next": "qwen3next",
     "qwen3_5_text": "qwen35",
     "qwen3_5_moe_text": "qwen35moe",
@@ -34,7 +35,12 @@ _NAMES = {
 #: Granite's stacks of experts, which the converter cuts, and what GGUF's names say of Mixtral's.
 _CUT = {"input_linear": ("w1", "w3"), "output_linear": ("w2",)}
 #: Whose converter lays rotated pairs side by side.
-_TURNED = ("llama", "mistral3", "granite", "granitemoe", "smollm3")
+_TURNED = ("llama", "mistral3", "granite", "granitemoe", "granitehybrid", "smollm3")
+#: Granite's shared expert, which the converter cuts, too.
+_SHARED = {
+    "shared_mlp.input_linear": ("gate_proj", "up_proj"),
+    "shared_mlp.output_linear": ("down_proj",),
+}
 #: What configs call the number of experts.
 _EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _CHOSEN_COUNTS = ("num_experts_per_tok", "moe_k", "moe_topk")
@@ -130,6 +136,9 @@ def _cut_stacks(stored: Mapping[str, Any]) -> dict[str, Any]:
     """Granite's experts, each by itself."""
     made: dict[str, Any] = {}
     for name, value in stored.items():
+        if cut := _shared_names(name, stored):
+            made |= dict(zip(cut, np.split(value, len(cut)), strict=True))
+            continue
         module, _, projection = name.removesuffix(".weight").rpartition(".")
         if projection not in _CUT:
             made[name] = value
@@ -141,10 +150,22 @@ def _cut_stacks(stored: Mapping[str, Any]) -> dict[str, Any]:
     return made
 
 
+def _shared_names(name: str, stored: Mapping[str, Any]) -> list[str]:
+    """As GGUF's names know what Granite's shared expert consists of."""
+    module = "mlp.shared_expert" if any("moe" in one for one in stored) else "mlp"
+    for ours, parts in _SHARED.items():
+        if name.endswith(f"{ours}.weight"):
+            return [name.replace(ours, f"{module}.{part}") for part in parts]
+    return []
+
+
 def _join_stacks(values: Mapping[str, Any], stored: Mapping[str, Any]) -> dict[str, Any]:
     """Undo :func:`_cut_stacks`."""
     made: dict[str, Any] = {}
     for name, value in stored.items():
+        if cut := _shared_names(name, stored):
+            made[name] = np.concatenate([values[one] for one in cut])
+            continue
         module, _, projection = name.removesuffix(".weight").rpartition(".")
         if projection not in _CUT:
             made[name] = values[name]
@@ -192,6 +213,8 @@ def _converted(data: Any, theirs: str, config: Mapping[str, Any], name: str) -> 
         data = data.squeeze()
     if "shortconv.conv.weight" in theirs:
         data = data.squeeze(1)
+    if name == "granitehybrid":
+        data = _as_mamba(data, theirs.split(".")[2:], config)
     if "attn_k_b" in theirs or "attn_v_b" in theirs:
         data = data.reshape(config["num_attention_heads"], -1, data.shape[1])
     has_offset = name.startswith("gemma") or name in _DELTA_RULE
@@ -199,6 +222,19 @@ def _converted(data: Any, theirs: str, config: Mapping[str, Any], name: str) -> 
         data = data + 1
     if name in _DELTA_RULE and theirs.startswith("blk."):
         data = _as_delta_rule(data, theirs, config, tiled=name != "qwen3next")
+    return data
+
+
+def _as_mamba(data: Any, module: Sequence[str], config: Mapping[str, Any]) -> Any:
+    match module:
+        case ["ssm_a"]:
+            return -np.exp(data).reshape(-1, 1)
+        case ["ssm_d"]:
+            return data.reshape(-1, 1)
+        case ["ssm_norm", _]:
+            return data.reshape(config["mamba_n_groups"], -1)
+        case ["ssm_conv1d", "weight"]:
+            return data.squeeze(1)
     return data
 
 
@@ -285,7 +321,7 @@ def _grouped(values: Mapping[str, Any], name: str, layers: int) -> dict[str, lis
         if "experts" in parts:
             merged.insert(2, parts[2])
         named = ".".join(merged).replace("e_score_correction_bias", "e_score_correction.bias")
-        named = named.replace("linear_attn.dt_bias", "linear_attn.dt_proj.bias")
+        named = named.replace(".dt_bias", ".dt_proj.bias")
         named = named.replace("expert_bias", "expert_bias.bias")
         if "feed_forward.experts" in named:
             named = named.removeprefix("model.")
@@ -401,6 +437,8 @@ def _metadata(config: Mapping[str, Any], name: str, blocks: int) -> dict[str, An
         fields |= _latent_metadata(config, full)
     if name in _DELTA_RULE:
         fields |= _delta_rule_metadata(config)
+    if name == "granitehybrid":
+        fields |= _mamba_metadata(config)
     if name.startswith("lfm2"):
         fields |= _short_conv_metadata(config)
     return {f"{name}.{key}": value for key, value in fields.items() if value is not None}
@@ -419,6 +457,24 @@ def _delta_rule_metadata(config: Mapping[str, Any]) -> dict[str, Any]:
         "ssm.inner_size": config["linear_num_value_heads"] * config["linear_value_head_dim"],
         "full_attention_interval": 4 if is_regular else None,
         "attention.recurrent_layers": None if is_regular else marks,
+    }
+
+
+def _mamba_metadata(config: Mapping[str, Any]) -> dict[str, Any]:
+    heads, experts = config["num_key_value_heads"], config["num_local_experts"]
+    shared = config["shared_intermediate_size"]
+    return {
+        "ssm.conv_kernel": config["mamba_d_conv"],
+        "ssm.state_size": config["mamba_d_state"],
+        "ssm.group_count": config["mamba_n_groups"],
+        "ssm.time_step_rank": config["mamba_n_heads"],
+        "ssm.inner_size": config["mamba_expand"] * config["hidden_size"],
+        "attention.head_count_kv": [
+            heads * (kind == "full_attention") for kind in config["layer_types"]
+        ],
+        "feed_forward_length": config["intermediate_size"] if experts else shared,
+        "expert_shared_feed_forward_length": shared,
+        "expert_used_count": config["num_experts_per_tok"] if experts else None,
     }
 
 

@@ -103,7 +103,7 @@ def load_mamba2(
         shape=shape,
         rows=reader.load_projection([prefix + name for name in shape.projections], shape.is_biased),
         conv=load_conv(reader, f"{prefix}mamba.conv1d", shape.has_conv_bias),
-        decays=read("A_log").exp_().neg_(),
+        decays=read("A") if shape.has_decays else read("A_log").exp_().neg_(),
         step_bias=read("dt_bias"),
         skips=read("D"),
         norm_weight=read("norm.weight"),
