@@ -131,7 +131,7 @@ def _write_folder(path: Path, partial: Path, counter: ByteCounter, stop: threadi
         data = [opened.enter_context(_map_file(part)) for part in file.split_paths]
         target.write(_build_header(found))
         for entry in found:
-            for part in _read_bytes(entry, data[entry.split]):
+            for part in _read_bytes(entry, data):
                 if stop.is_set():
                     raise Unavailable(f"unpacking of {path.name} was interrupted")
                 target.write(part)
@@ -210,12 +210,21 @@ def _build_header(found: list[MappedTensor]) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
-def _read_bytes(entry: MappedTensor, data: mmap.mmap) -> Iterator[bytes]:
+def _read_bytes(entry: MappedTensor, files: Sequence[mmap.mmap]) -> Iterator[bytes]:
     # Imported late: a daemon needs numpy for nothing else.
     import numpy as np
 
-    end = entry.offset + entry.nbytes
-    if entry.subtract:
+    data, end = files[entry.split], entry.offset + entry.nbytes
+    if entry.paired is not None:
+        places, half = ((entry.split, entry.offset), entry.paired), entry.nbytes // 2
+        rows = [
+            np.frombuffer(files[split][begin : begin + half], np.uint8).reshape(
+                entry.shape[0] // 2, -1
+            )
+            for split, begin in places
+        ]
+        yield np.stack(rows, axis=1).tobytes()
+    elif entry.subtract:
         norm = np.frombuffer(data[entry.offset : end], "<f4")
         yield (norm - np.float32(entry.subtract)).astype("<f4").tobytes()
     elif entry.permuted_heads:

@@ -15,16 +15,17 @@ from typing import Any, Literal, TypeVar
 from molink.checkpoint.config_fields import ConfigFields
 from molink.checkpoint.quantized_size import WIDE_SUFFIXES, is_quantizable
 from molink.checkpoint.safetensors_header import FLOAT_DTYPES, TensorRequirement, TensorSpec
-from molink.checkpoint.stacked_experts import MXFP4_BLOCK, find_stack
+from molink.checkpoint.stacked_experts import find_stack
 from molink.errors import BrokenModel, UnsupportedModel
 from molink.facts.dtypes import WeightDType
 from molink.gguf.block_formats import (
     BLOCK_FORMATS,
-    E2M1_VALUES,
+    MXFP4_BLOCK,
     ROW_MULTIPLE,
     BlockFormat,
     StepKind,
     find_group,
+    float4_format,
 )
 from molink.gguf.ggml_types import find_packed
 
@@ -373,10 +374,12 @@ def find_resident_format(
     if len(shape) != 2 or shape[0] % ROW_MULTIPLE:
         return None
     kind, stack = find_packed(name, tensors), find_stack(name, tensors)
+    if (stack is not None and stack.is_mxfp4) or (kind is not None and kind.name == "mxfp4"):
+        return float4_format(MXFP4_BLOCK, shape[1], "e8m0")
     if kind is not None:
         return BLOCK_FORMATS.get(kind.name)
     if stack is not None:
-        return _float4_format(MXFP4_BLOCK, shape[1], "e8m0") if stack.is_mxfp4 else None
+        return None
     if low_bit is None or not can_be_low_bit(name, shape) or not low_bit.is_stored(name, tensors):
         return None
     scales = tensors.get(low_bit.scales_name(name, tensors))
@@ -397,19 +400,11 @@ def _float_format(
     rows, group = scheme.scale_block[0] or 1, scheme.scale_block[1] or shape[1]
     if scheme.layout in _FLOAT4_SCALES:
         steps: StepKind = "e8m0" if scheme.layout == "mxfp4" else "e4m3"
-        return _float4_format(group, shape[1], steps)
+        return float4_format(group, shape[1], steps)
     numbers = _NUMBER_DTYPES.get(scales.dtype)
     if numbers is None or shape[0] % rows or shape[1] % group:
         return None
     return BlockFormat(8, 0, group, group, number_dtype=numbers, is_float=True, shared_rows=rows)
-
-
-def _float4_format(group: int, width: int, steps: StepKind) -> BlockFormat:
-    """Format of E2M1 floats in rows of ``width``, whose numbers are 1 or a tensor's."""
-    return BlockFormat(
-        4, 0, group, width,
-        has_nested_scales=True, number_dtype="f32", codebook=E2M1_VALUES, step_kind=steps,
-    )  # fmt: skip
 
 
 def _integer_format(scheme: LowBitScheme, width: int, scales: TensorSpec) -> BlockFormat | None:

@@ -15,7 +15,8 @@ import re
 from collections.abc import Container
 from dataclasses import dataclass
 
-MXFP4_BLOCK = 32
+from molink.gguf.block_formats import MXFP4_BLOCK
+
 _EXPERT_PATTERN = re.compile(r"(.+\.experts)\.(0|[1-9][0-9]{0,3})\.([a-z_]+)\.(weight|bias)")
 
 

@@ -20,7 +20,7 @@ class ArchMetadata:
     def __init__(self, file: GgufFile, name: str, read: ReadTensor) -> None:
         """Raises :class:`BrokenModel` if the file has no layers."""
         self.file, self.metadata, self.read = file, file.metadata, read
-        self._name = name
+        self.name = name
         self._blocks = file.metadata.get_integer(self.full_key("block_count"), maximum=_MAX_LAYERS)
         self.draft_layers = self.get_count("nextn_predict_layers")
         self.layers = self._blocks - self.draft_layers
@@ -36,7 +36,7 @@ class ArchMetadata:
         return self.has_key("attention.kv_lora_rank")
 
     def full_key(self, key: str) -> str:
-        return f"{self._name}.{key}"
+        return f"{self.name}.{key}"
 
     def has_key(self, key: str) -> bool:
         return self.full_key(key) in self.metadata

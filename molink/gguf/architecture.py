@@ -153,6 +153,9 @@ def _rope_config(about: ArchMetadata, context: int) -> dict[str, Any]:
     scaling = {"rope_type": kind, "factor": about.get_number("rope.scaling.factor")}
     if kind == "yarn":
         scaling |= {"original_max_position_embeddings": original, **_yarn_config(about)}
+        if about.name == "gpt-oss":
+            # As in the released model; files don't say it.
+            scaling["truncate"] = False
     return {**made, "rope_scaling": scaling}
 
 

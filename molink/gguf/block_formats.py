@@ -58,7 +58,7 @@ class BlockFormat:
     def fits_cpu(self) -> bool:
         """Whether CPU kernels multiply by such weights."""
         whole_runs = self.group in (RUN_CODES // 2, RUN_CODES) or self.group % RUN_CODES == 0
-        return whole_runs and not self.is_float and self.step_kind == "integer"
+        return whole_runs and not self.is_float and self.step_kind != "e4m3"
 
     @property
     def numbers_per_group(self) -> int:
@@ -111,7 +111,8 @@ E2M1_VALUES = (
     *(0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0),
     *(-0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0),
 )
-#: Formats of GGUF types that stay quantized, by name; others are dequantized on load.
+#: Formats of GGUF types that stay quantized, by name; others are dequantized on load. That of
+#: MXFP4 depends on a weight's width (:func:`float4_format`).
 BLOCK_FORMATS = {
     "q4_0": BlockFormat(4, 8, 32, 32),
     "q4_1": BlockFormat(4, 0, 32, 32, has_minimum=True),
@@ -124,6 +125,20 @@ BLOCK_FORMATS = {
     "iq4_nl": BlockFormat(4, 0, 32, 32, codebook=_IQ4_VALUES),
     "iq4_xs": BlockFormat(4, 0, 32, 256, has_nested_scales=True, codebook=_IQ4_VALUES),
 }
+
+
+#: NaN as an E8M0 number.
+NO_POWER = 255
+#: Weights of a group in MXFP4 (OCP Microscaling Formats, §5.1).
+MXFP4_BLOCK = 32
+
+
+def float4_format(group: int, width: int, steps: StepKind) -> BlockFormat:
+    """Format of E2M1 floats in rows of ``width``, whose numbers are 1 or a tensor's."""
+    return BlockFormat(
+        4, 0, group, width,
+        has_nested_scales=True, number_dtype="f32", codebook=E2M1_VALUES, step_kind=steps,
+    )  # fmt: skip
 
 
 class BitRange(NamedTuple):

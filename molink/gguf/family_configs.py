@@ -125,6 +125,17 @@ def _seed_oss_config(about: ArchMetadata) -> dict[str, Any]:
     }
 
 
+def _gpt_oss_config(about: ArchMetadata) -> dict[str, Any]:
+    return {
+        "architectures": ["GptOssForCausalLM"],
+        "attention_bias": "blk.0.attn_q.bias" in about.file.tensors,
+        "num_local_experts": about.get_integer("expert_count"),
+        "num_experts_per_tok": about.get_integer("expert_used_count"),
+        "intermediate_size": about.get_integer("expert_feed_forward_length"),
+        "sliding_window": about.get_integer("attention.sliding_window"),
+    }
+
+
 def _glm4_config(about: ArchMetadata) -> dict[str, Any]:
     return {
         "architectures": ["Glm4ForCausalLM"],
@@ -427,6 +438,7 @@ FAMILY_CONFIGS: dict[str, Callable[[ArchMetadata], dict[str, Any]]] = {
     "exaone4": _exaone4_config,
     "seed_oss": _seed_oss_config,
     "glm4": _glm4_config,
+    "gpt-oss": _gpt_oss_config,
     "glm4moe": _glm4_moe_config,
     "deepseek2": _deepseek2_config,
     "dots1": _dots1_config,

@@ -48,6 +48,7 @@ _TYPES = (
     GgmlType("iq4_nl", 20, 32, 18),
     GgmlType("iq4_xs", 23, 256, 136),
     GgmlType("bf16", 30, 1, 2, "BF16"),
+    GgmlType("mxfp4", 39, 32, 17),
 )
 #: By the number in GGUF files.
 TYPES_BY_NUMBER = {kind.number: kind for kind in _TYPES}

@@ -58,6 +58,10 @@ _GLM4_MODULES = _PHI_MODULES | {
     "post_ffw_norm": "post_mlp_layernorm",
 }
 _MIXTRAL_MODULES = _MODULES | {"ffn_gate_inp": "block_sparse_moe.gate"}
+_GPT_OSS_MODULES = _MODULES | {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_gate_inp": "mlp.router",
+}
 #: Experts as in DeepSeek-V3.
 _DEEPSEEK_MODULES = _MODULES | {
     f"ffn_{part}_shexp": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")
@@ -130,6 +134,7 @@ _FAMILY_MODULES = {
     "Phi3": _PHI_MODULES,
     "Mixtral": _MIXTRAL_MODULES,
     "GraniteMoeHybrid": _HYBRID_MODULES,
+    "GptOss": _GPT_OSS_MODULES,
     "GraniteMoe": _MODULES | {"ffn_gate_inp": "block_sparse_moe.router.layer"},
     "Glm4": _GLM4_MODULES,
     "Glm4Moe": _DEEPSEEK_MODULES | _POST_ATTENTION,
@@ -160,6 +165,8 @@ _CORRECTION_NAMES = {
     "MiniMaxM2": "block_sparse_moe.e_score_correction_bias",
     "Lfm2Moe": "feed_forward.expert_bias",
 }
+#: Learned scores of attention, a weight there.
+_SINKS = "attn_sinks"
 #: What configs call the number of experts.
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 #: Tensors with all experts of a layer → name of one expert's.
@@ -174,16 +181,23 @@ _MIXTRAL_EXPERTS = {
     f"ffn_{part}_exps": f"block_sparse_moe.experts.{{}}.{ours}"
     for part, ours in (("gate", "w1"), ("up", "w3"), ("down", "w2"))
 }
+_GPT_OSS_EXPERTS = {
+    "ffn_gate_exps": "mlp.experts.{}.gate_up_proj",
+    "ffn_down_exps": "mlp.experts.{}.down_proj",
+}
 _FAMILY_EXPERTS = {
     "Lfm2Moe": {
         module: name.replace("block_sparse_moe", "feed_forward")
         for module, name in _MIXTRAL_EXPERTS.items()
     },
+    "GptOss": _GPT_OSS_EXPERTS,
     "Mixtral": _MIXTRAL_EXPERTS,
     "MiniMaxM2": _MIXTRAL_EXPERTS,
     "GraniteMoe": _SPARSE_EXPERTS,
     "GraniteMoeHybrid": _SPARSE_EXPERTS,
 }
+#: Experts' tensors whose rows alternate with those of another in one projection here, by family.
+_PAIRED_EXPERTS = {"GptOss": {"ffn_gate_exps": "ffn_up_exps"}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +206,8 @@ class MappedTensor:
 
     ``dtype`` is the safetensors name; weights in blocks are ``U8``, with the block type in
     ``name``. With ``permuted_heads`` each head's rows are reordered to halves. ``subtract`` is
-    subtracted from each number.
+    subtracted from each number. With ``paired``, a file and offset, half of the bytes come from
+    there: rows of both alternate.
     """
 
     name: str
@@ -203,6 +218,7 @@ class MappedTensor:
     permuted_heads: int = 0
     subtract: float = 0.0
     split: int = 0
+    paired: tuple[int, int] | None = None
 
 
 def map_tensors(file: GgufFile, config: dict[str, Any]) -> Iterator[MappedTensor]:
@@ -233,10 +249,19 @@ def map_tensors(file: GgufFile, config: dict[str, Any]) -> Iterator[MappedTensor
             raise BrokenModel(f"{where} is unknown in a {family} model")
         if _is_draft_layer(file, int(match[1]), config):
             continue
-        if module != _LAYER_CONSTANTS:
-            yield from _map_layer_tensor(
-                tensor, f"model.layers.{match[1]}.", module, kind, family, config
+        prefix, experts = f"model.layers.{match[1]}.", _FAMILY_EXPERTS.get(family, _EXPERTS)
+        pairs = _PAIRED_EXPERTS.get(family, {})
+        if module in experts:
+            other = file.tensors.get(f"blk.{match[1]}.{pairs.get(module)}.{kind}")
+            if module in pairs and (
+                other is None or (other.shape, other.ggml_type) != (tensor.shape, tensor.ggml_type)
+            ):
+                raise BrokenModel(f"{where} and that of {pairs[module]} don't match")
+            yield from _map_experts(
+                tensor, f"{prefix}{experts[module]}.{kind}", config, other, where
             )
+        elif module != _LAYER_CONSTANTS and module not in pairs.values():
+            yield from _map_layer_tensor(tensor, prefix, module, kind, family, config)
 
 
 def _is_draft_layer(file: GgufFile, layer: int, config: dict[str, Any]) -> bool:
@@ -250,18 +275,8 @@ def _map_layer_tensor(
     tensor: GgufTensor, prefix: str, module: str, kind: str, family: str, config: dict[str, Any]
 ) -> Iterator[MappedTensor]:
     where = f"tensor {tensor.name}"
-    experts = _FAMILY_EXPERTS.get(family, _EXPERTS)
-    if module in experts and kind == "weight":
-        if len(tensor.shape) != 3:
-            raise BrokenModel(f"{where}: shape {list(tensor.shape)} is not that of all experts")
-        count, *shape = tensor.shape
-        if count != next((config[name] for name in _EXPERT_COUNTS if name in config), None):
-            raise BrokenModel(f"{where} has {count} experts, unlike its metadata")
-        nbytes = tensor.nbytes // count
-        for index in range(count):
-            begin = tensor.offset + index * nbytes
-            one = replace(tensor, shape=tuple(shape), offset=begin, nbytes=nbytes)
-            yield _make_tensor(f"{prefix}{experts[module].format(index)}.weight", one, where)
+    if (module, kind) == (_SINKS, "weight") and family == "GptOss":
+        yield _make_tensor(f"{prefix}self_attn.sinks", tensor, where)
         return
     if (module, kind) == (_CORRECTION, "bias") and family in _CORRECTION_NAMES:
         if family == "Ernie4_5_Moe":
@@ -295,6 +310,34 @@ def _reshape_tensor(tensor: GgufTensor, module: str) -> GgufTensor:
         case (("attn_k_b" | "attn_v_b"), (heads, rows, columns)):
             return replace(tensor, shape=(heads * rows, columns))
     return tensor
+
+
+def _map_experts(
+    tensor: GgufTensor,
+    named: str,
+    config: dict[str, Any],
+    other: GgufTensor | None,
+    where: str,
+) -> Iterator[MappedTensor]:
+    """Map all experts' tensor, of each to the name ``named``, with alternate rows of ``other``."""
+    if len(tensor.shape) < 2:
+        raise BrokenModel(f"{where}: shape {list(tensor.shape)} is not that of all experts")
+    count, *shape = tensor.shape
+    if count != next((config[name] for name in _EXPERT_COUNTS if name in config), None):
+        raise BrokenModel(f"{where} has {count} experts, unlike its metadata")
+    nbytes = tensor.nbytes // count
+    for index in range(count):
+        begin = tensor.offset + index * nbytes
+        one = replace(tensor, shape=tuple(shape), offset=begin, nbytes=nbytes)
+        made = _make_tensor(named.format(index), one, where)
+        if other is not None:
+            made = replace(
+                made,
+                shape=(2 * made.shape[0], *made.shape[1:]),
+                nbytes=2 * nbytes,
+                paired=(other.split, other.offset + index * nbytes),
+            )
+        yield made
 
 
 def _norm_offset(family: str, name: str) -> float:

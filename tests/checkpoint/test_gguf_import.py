@@ -114,6 +114,29 @@ def test_draft_layers_are_left_out(make_model: MakeModel, tmp_path: Path) -> Non
             unpack(path, tmp_path)
 
 
+def test_gates_and_ups_in_two_files_alternate(make_model: MakeModel, tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "model", "gpt_oss", 1, num_hidden_layers=1)
+    whole = write_gguf(folder, tmp_path / "whole.gguf", Kind.MXFP4)
+    parts = write_gguf(folder, tmp_path / "parts.gguf", Kind.MXFP4, part=1)
+    found = load_file(unpack(whole, tmp_path) / "model.safetensors")
+    again = load_file(unpack(parts, tmp_path) / "model.safetensors")
+    assert found.keys() == again.keys()
+    assert all((found[name] == again[name]).all() for name in found)
+
+
+def test_ups_without_gates_are_refused(make_model: MakeModel, tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "model", "gpt_oss", 1, num_hidden_layers=1)
+    path = write_gguf(folder, tmp_path / "tiny.gguf", others={"ffn_up_exps.weight": Kind.Q8_0})
+    with pytest.raises(
+        BrokenModel, match=r"ffn_gate_exps\.weight and that of ffn_up_exps don't match"
+    ):
+        unpack(path, tmp_path)
+    stored = path.read_bytes().replace(b"blk.0.ffn_up_exps.bias", b"blk.0.ffn_up_expt.bias")
+    path.write_bytes(stored.replace(b"blk.0.ffn_up_exps.weight", b"blk.0.ffn_up_expt.weight"))
+    with pytest.raises(BrokenModel, match="don't match"):
+        unpack(path, tmp_path)
+
+
 def test_latents_that_contradict_are_refused(make_model: MakeModel, tmp_path: Path) -> None:
     folder = make_model(tmp_path / "model", "deepseek_v3", 1)
     opened = ModelFolder.open(unpack(write_gguf(folder, tmp_path / "tiny.gguf"), tmp_path))

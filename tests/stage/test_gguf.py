@@ -47,6 +47,18 @@ YARN = {
     "mscale_all_dim": 1.0,
     "original_max_position_embeddings": 64,
 }
+GPT_OSS = {
+    "swiglu_limit": 7.0,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 150_000.0,
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 64,
+    },
+}
 CASES: dict[str, tuple[str, Kind, dict[str, Any]]] = {
     "llama": ("llama", Kind.Q4_1, {}),
     "llama biased and tied": (
@@ -72,6 +84,8 @@ CASES: dict[str, tuple[str, Kind, dict[str, Any]]] = {
         },
     ),
     "granitemoe": ("granitemoe", Kind.Q4_0, {}),
+    "gpt_oss": ("gpt_oss", Kind.MXFP4, GPT_OSS),
+    "gpt_oss in Q8_0": ("gpt_oss", Kind.Q8_0, GPT_OSS),
     "dots1": ("dots1", Kind.BF16, {}),
     "deepseek_v3": (
         "deepseek_v3",
@@ -156,7 +170,7 @@ def test_logits_and_greedy_text(
     expected, greedy = reference.logits(tokens), reference.generate(tokens, 24)
     # transformers is off by as much: large scores amplify the order of sums.
     within = 1e-5 * max(10.0, float(expected.abs().max()))
-    stays = kind.name.lower() in BLOCK_FORMATS
+    stays = kind.name.lower() in (*BLOCK_FORMATS, "mxfp4")
     # In blocks, whole and split; then as numbers.
     for splits, disabled_kernels in (
         ((), ()),

@@ -14,7 +14,10 @@ from molink.checkpoint.config import ModelConfig
 from molink.checkpoint.hub import HubFile, HubRepository, _files_of_layers
 from molink.checkpoint.model_folder import ModelFolder
 from molink.errors import BrokenModel, UnsupportedModel
+from molink.facts.footprint import Footprint, StageSetup
 from molink.stage.batch import SequenceRows
+from molink.stage.cpu_kernels.create import supports_block_weights
+from molink.stage.stage import Stage
 from molink.stage.weights.stored_formats import unpack_mxfp4
 from molink.swarm.artifacts.fetch_plan import group_tensors, plan_group
 from molinkd.peer.artifacts.model_repository import ModelRepository
@@ -152,6 +155,18 @@ def test_misfits_are_named(
 ) -> None:
     with pytest.raises(BrokenModel, match=message):
         ModelFolder.open(damaged({name: tensor}))
+
+
+def test_weights_take_what_is_planned_on_cpus(folders: tuple[Path, Path]) -> None:
+    if not supports_block_weights():
+        pytest.skip("this CPU doesn't multiply by blocks")
+    opened = ModelFolder.open(folders[0])
+    setup = StageSetup("cpu", dtype="bf16", has_block_kernels=True)
+    planned = Footprint.of_stage(opened.placement_facts("m"), setup)
+    layers = opened.config.layers
+    found = Stage.load_layers(opened, (0, layers), "cpu", "bf16").weight_bytes
+    wanted = planned.weight_bytes(layers, opens=True, closes=True)
+    assert found == pytest.approx(wanted, rel=0.05)
 
 
 def test_other_types_are_named(damaged: Callable[..., Path]) -> None:

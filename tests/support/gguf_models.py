@@ -31,9 +31,12 @@ _NAMES = {
     "hunyuan_v1_moe": "hunyuan-moe",
     "gemma3_text": "gemma3",
     "olmo3": "olmo2",
+    "gpt_oss": "gpt-oss",
 }
 #: Granite's stacks of experts, which the converter cuts, and what GGUF's names say of Mixtral's.
 _CUT = {"input_linear": ("w1", "w3"), "output_linear": ("w2",)}
+#: gpt-oss's stacks of experts, and the projections whose rows alternate in each.
+_TURNED_STACKS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 #: Whose converter lays rotated pairs side by side.
 _TURNED = ("llama", "mistral3", "granite", "granitemoe", "granitehybrid", "smollm3")
 #: Granite's shared expert, which the converter cuts, too.
@@ -105,6 +108,7 @@ def write_gguf(
             kept = rows.dtype == np.float32
             exact_values[one] = rows if kept else dequantize(rows, found)
         turned = [_turned(rows, theirs, config, name) for rows in packed]
+        theirs += ".weight" * theirs.endswith("attn_sinks")
         data = np.stack(turned) if "_exps" in theirs else turned[0]
         data = _converted(data, theirs, config, name)
         if data.dtype == np.float32:
@@ -133,13 +137,20 @@ def _tensors(folder: Path) -> dict[str, Any]:
 
 
 def _cut_stacks(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """Granite's experts, each by itself."""
+    """Experts of Granite and gpt-oss, each by itself."""
     made: dict[str, Any] = {}
     for name, value in stored.items():
         if cut := _shared_names(name, stored):
             made |= dict(zip(cut, np.split(value, len(cut)), strict=True))
             continue
         module, _, projection = name.removesuffix(".weight").rpartition(".")
+        parts, kind = _alternating(name)
+        if parts:
+            rows = value if kind == "bias" else value.swapaxes(1, 2)
+            for index, entry in enumerate(rows):
+                for at, ours in enumerate(parts):
+                    made[f"{module}.{index}.{ours}.{kind}"] = entry[at :: len(parts)].copy()
+            continue
         if projection not in _CUT:
             made[name] = value
             continue
@@ -159,6 +170,13 @@ def _shared_names(name: str, stored: Mapping[str, Any]) -> list[str]:
     return []
 
 
+def _alternating(name: str) -> tuple[tuple[str, ...], str]:
+    """The projections whose rows alternate in a stack ``[experts, in, out]``, and what they are."""
+    projection = name.rpartition(".")[2]
+    kind = "bias" if projection.endswith("_bias") else "weight"
+    return _TURNED_STACKS.get(projection.removesuffix("_bias"), ()), kind
+
+
 def _join_stacks(values: Mapping[str, Any], stored: Mapping[str, Any]) -> dict[str, Any]:
     """Undo :func:`_cut_stacks`."""
     made: dict[str, Any] = {}
@@ -167,6 +185,15 @@ def _join_stacks(values: Mapping[str, Any], stored: Mapping[str, Any]) -> dict[s
             made[name] = np.concatenate([values[one] for one in cut])
             continue
         module, _, projection = name.removesuffix(".weight").rpartition(".")
+        parts, kind = _alternating(name)
+        if parts:
+            rows = [
+                np.stack([values[f"{module}.{index}.{ours}.{kind}"] for ours in parts], 1)
+                for index in range(len(value))
+            ]
+            whole = np.stack([each.reshape(-1, *each.shape[2:]) for each in rows])
+            made[name] = whole if kind == "bias" else whole.swapaxes(1, 2)
+            continue
         if projection not in _CUT:
             made[name] = values[name]
             continue
@@ -380,7 +407,7 @@ def _turned(rows: Any, theirs: str, config: Mapping[str, Any], name: str) -> Any
 
 
 def _metadata(config: Mapping[str, Any], name: str, blocks: int) -> dict[str, Any]:
-    inner_is_expert = name in ("minimax-m2", "hunyuan-moe")
+    inner_is_expert = name in ("minimax-m2", "hunyuan-moe", "gpt-oss")
     ropes = config.get("rope_parameters") or {}
     full, local = ropes.get("full_attention", ropes), ropes.get("sliding_attention", {})
     fields = {
@@ -405,7 +432,10 @@ def _metadata(config: Mapping[str, Any], name: str, blocks: int) -> dict[str, An
         "attention.sliding_window_pattern": _pattern(config)
         if name in ("olmo2", "exaone4")
         else None,
-        "rope.scaling.type": "linear" if full.get("rope_type") == "linear" else None,
+        "rope.scaling.type": full["rope_type"]
+        if full.get("rope_type") in ("linear", "yarn")
+        else None,
+        "rope.scaling.original_context_length": full.get("original_max_position_embeddings"),
         "rope.scaling.factor": full.get("factor"),
         "expert_count": next((config[name] for name in _EXPERT_COUNTS if config.get(name)), None),
         "expert_used_count": next((config[one] for one in _CHOSEN_COUNTS if one in config), None),

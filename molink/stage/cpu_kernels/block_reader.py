@@ -29,6 +29,7 @@ from molink.stage.cpu_kernels.emit import (
     emit_loop,
     emit_offset,
 )
+from molink.stage.cpu_kernels.repack import MANTISSA_BITS
 from molink.stage.cpu_kernels.row_quantizer import NUMBER_BYTES
 
 _I16 = ir.IntType(16)
@@ -267,5 +268,9 @@ class PackedBlockReader:
         builder = self._builder
         address = emit_offset(builder, base, I64(index))
         loaded = builder.load(address, typ=ir.VectorType(BYTE, self._lanes), align=1)
+        whole = ir.VectorType(I32, self._lanes)
+        if self._form.step_kind == "e8m0":
+            shift = ir.Constant(whole, [MANTISSA_BITS] * self._lanes)
+            return builder.bitcast(builder.shl(builder.zext(loaded, whole), shift), self._floats)
         widen = builder.zext if self._form.has_minimum else builder.sext
-        return builder.sitofp(widen(loaded, ir.VectorType(I32, self._lanes)), self._floats)
+        return builder.sitofp(widen(loaded, whole), self._floats)

@@ -11,7 +11,7 @@ from torch.nn.functional import gelu, rms_norm, silu
 from molink.checkpoint.traits import Activation
 from molink.gguf.block_formats import BlockFormat
 from molink.stage.cpu_kernels.kernel_shape import AttentionKernelShape
-from molink.stage.cpu_kernels.repack import packed_scales, unpack_rows
+from molink.stage.cpu_kernels.repack import bound_steps, packed_scales, unpack_rows
 
 if TYPE_CHECKING:
     from molink.stage.cpu_kernels.arithmetic import Arithmetic
@@ -239,6 +239,7 @@ def _is_unpacking_correct(product: "BlockMatMul | IntegerBlockMatMul") -> bool:
     packed = packed.to(torch.uint8).view(2, -1)
     numbers = packed_scales(form, packed, product.columns)
     numbers.copy_(torch.linspace(-1, 2, numbers.numel()).view(numbers.shape))
+    bound_steps(form, packed, product.columns)
     places = torch.arange(0, 3 * width, 7) % width
     rows = torch.zeros(len(places), width, dtype=product.dtype)
     rows[torch.arange(len(places)), places] = 1

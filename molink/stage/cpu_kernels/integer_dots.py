@@ -84,10 +84,11 @@ def has_wide_codes(form: BlockFormat) -> bool:
 def codebook_step(form: BlockFormat) -> float:
     """Value of 1 in the integers that stand for a codebook.
 
-    Values that are no integers are rounded to 16 bits.
+    Values that are no multiples of a half are rounded to 16 bits.
     """
-    if all(value.is_integer() for value in form.codebook):
-        return 1.0
+    for step in (1.0, 0.5):
+        if all((value / step).is_integer() for value in form.codebook):
+            return step
     return max(map(abs, form.codebook)) / _MAX_SUM
 
 
@@ -195,7 +196,7 @@ def _create_pairs(
         codes, four = words(number), ir.Constant(whole, [4] * whole.count)
         codes = builder.lshr(codes, four) if upper else codes
         codes = builder.and_(codes, ir.Constant(whole, [0x0F0F0F0F] * whole.count))
-        tables = [low] if step == 1 else [low, high]
+        tables = [low] if all(-128 <= value < 128 for value in values) else [low, high]
         found = (instructions.look_up(builder, table, codes) for table in tables)
         return [builder.bitcast(each, halves) for each in found]
 

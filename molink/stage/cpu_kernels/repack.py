@@ -11,11 +11,19 @@ import torch
 from torch import Tensor, unflatten
 
 from molink.facts.dtypes import DTYPE_SIZES
-from molink.gguf.block_formats import BLOCK_FORMATS, ROW_MULTIPLE, BlockFormat, locate_pair
+from molink.gguf.block_formats import (
+    BLOCK_FORMATS,
+    NO_POWER,
+    ROW_MULTIPLE,
+    BlockFormat,
+    locate_pair,
+)
 from molink.gguf.ggml_types import PACKED_TYPES
 from molink.stage.torch_dtypes import TORCH_DTYPES
 
 _LOW_BITS, _LOW, _SIX = 4, 15, 63
+#: Of float32, below the exponent.
+MANTISSA_BITS = 23
 _F16_BYTES = 2
 #: Codes or bytes repacked at once.
 _MAX_CODES = 2**20
@@ -47,8 +55,10 @@ def rows_per_repack(width: int) -> int:
 
 def parse_blocks(name: str, rows: Tensor) -> BlockCodes:
     """Parse blocks of type ``name`` from bytes ``[R, bytes of a row]``."""
-    form = BLOCK_FORMATS[name]
     blocks = unflatten(rows, 1, (-1, PACKED_TYPES[name].nbytes))
+    if name == "mxfp4":
+        return _parse_mxfp4(blocks)
+    form = BLOCK_FORMATS[name]
     if not form.has_nested_scales:
         return _parse_simple(form, blocks)
     if form.codebook:
@@ -90,6 +100,25 @@ def packed_scales(form: BlockFormat, packed: Tensor, columns: int) -> Tensor:
     return unflatten(above.view(TORCH_DTYPES[form.number_dtype]), 2, (-1, columns))
 
 
+def _packed_steps(form: BlockFormat, packed: Tensor, columns: int) -> Tensor:
+    """View the bytes ``[R / columns, B, groups, n, columns]`` that multiply blocks' numbers."""
+    _, groups = _split_packed(form, packed, columns)
+    return unflatten(groups[..., : columns * form.number_bytes], 3, (-1, columns))
+
+
+def has_finite_numbers(form: BlockFormat, packed: Tensor, columns: int) -> bool:
+    """Whether all numbers of ``packed`` blocks ``[R / columns, bytes]`` are finite."""
+    if form.step_kind == "e8m0" and bool(_packed_steps(form, packed, columns).eq(NO_POWER).any()):
+        return False
+    return bool(packed_scales(form, packed, columns).isfinite().all())
+
+
+def bound_steps(form: BlockFormat, packed: Tensor, columns: int) -> None:
+    """Give random ``packed`` blocks ``[R / columns, bytes]`` powers of two that no sum exceeds."""
+    if form.step_kind == "e8m0":
+        _packed_steps(form, packed, columns).remainder_(16).add_(112)
+
+
 def _split_packed(form: BlockFormat, packed: Tensor, columns: int) -> tuple[Tensor, Tensor]:
     """Split packed bytes into block numbers ``[P, B, bytes]``, groups ``[P, B, groups, bytes]``."""
     blocks = packed.shape[1] // (columns * form.nbytes)
@@ -106,9 +135,9 @@ def unpack_rows(form: BlockFormat, packed: Tensor, columns: int, rows: Tensor) -
     _, groups = _split_packed(form, packed, columns)
     begin = columns * form.number_bytes
     if form.has_nested_scales:
-        kind = torch.uint8 if form.has_minimum else torch.int8
-        found = unflatten(groups[..., :begin].view(kind), 3, (-1, columns))[part, ..., lane]
-        numbers = [one * each for one, each in zip(numbers, found.unbind(3), strict=True)]
+        found = _packed_steps(form, packed, columns)[part, ..., lane]
+        steps = [_decode_steps(form, each) for each in found.unbind(3)]
+        numbers = [one * each for one, each in zip(numbers, steps, strict=True)]
     words = unflatten(groups[..., begin:], 3, (-1, columns, form.word_bytes))
     codes = _unpack_codes(form, words[part, :, :, :, lane])
     if form.codebook:
@@ -119,6 +148,14 @@ def unpack_rows(form: BlockFormat, packed: Tensor, columns: int, rows: Tensor) -
         codes += numbers[1].unsqueeze(3)
     weights = numbers[0].unsqueeze(3) * codes
     return (weights + numbers[1].unsqueeze(3) if form.has_minimum else weights).flatten(1)
+
+
+def _decode_steps(form: BlockFormat, steps: Tensor) -> Tensor:
+    """Values of bytes that multiply a block's numbers."""
+    if form.step_kind == "e8m0":
+        # The exponent of a float32, whose smallest one stands for 0.
+        return (steps.int() << MANTISSA_BITS).view(torch.float32)
+    return steps if form.has_minimum else steps.view(torch.int8)
 
 
 # --- codes ------------------------------------------------------------------------------------
@@ -211,6 +248,13 @@ def _parse_q6_k(blocks: Tensor) -> BlockCodes:
     pairs = (high >> torch.arange(0, 8, 2, dtype=torch.uint8).unsqueeze(1)) & 3
     codes |= pairs.flatten(2) << _LOW_BITS
     return BlockCodes(codes, _read_halves(blocks[..., 208:]), (blocks[..., 192:208],))
+
+
+def _parse_mxfp4(blocks: Tensor) -> BlockCodes:
+    """``mxfp4``: a biased exponent and 32 codes; a row is a block."""
+    bytes_ = blocks[..., 1:]
+    codes = torch.cat((bytes_ & _LOW, bytes_ >> _LOW_BITS), 2).flatten(1).unsqueeze(1)
+    return BlockCodes(codes, (torch.ones(len(codes), 1),), (blocks[..., 0].unsqueeze(1),))
 
 
 def _parse_iq4_xs(form: BlockFormat, blocks: Tensor) -> BlockCodes:

@@ -20,10 +20,12 @@ from molink.facts.kernels import INTEGER_KERNELS, KernelName
 from molink.facts.model import Quantize
 from molink.gguf.block_formats import (
     BLOCK_FORMATS,
+    MXFP4_BLOCK,
     ROW_MULTIPLE,
     BlockFormat,
     fits_planes,
     fits_rows,
+    float4_format,
 )
 from molink.stage.attention.base import AttentionBackend, AttentionShape, BackendName
 from molink.stage.attention.compiled import CompiledAttention, compile_attention
@@ -36,7 +38,7 @@ from molink.stage.cpu_kernels.create import (
     create_rowwise,
 )
 from molink.stage.cpu_kernels.kernel_shape import supports_rowwise
-from molink.stage.cpu_kernels.repack import packed_scales, unpack_rows
+from molink.stage.cpu_kernels.repack import bound_steps, packed_scales, unpack_rows
 from molink.stage.decoder.mlp import create_gate
 from molink.stage.decoder.operators import MAX_FUSED_WIDTH
 from molink.stage.decoder.rotary import rotate_half
@@ -89,6 +91,7 @@ _TRIAL_FORMATS = (
     BlockFormat(4, 8, 128, 128, has_shifts=True),
     BlockFormat(8, 0, 64, 64, number_dtype="bf16"),
     BLOCK_FORMATS["iq4_xs"],
+    float4_format(MXFP4_BLOCK, 128, "e8m0"),
     NF4_FORMAT,
 )
 #: Formats and columns of weights in planes, for either width of a slice. Few, since each takes
@@ -368,6 +371,7 @@ def _format_error(
         packed = torch.randint(256, shape, generator=generator, dtype=torch.uint8)
         numbers = packed_scales(form, packed, product.columns)
         numbers.copy_(torch.rand(numbers.shape, generator=generator))
+        bound_steps(form, packed, product.columns)
         weight = unpack_rows(form, packed, product.columns, torch.arange(_BLOCK_OUTPUTS))
         bias = torch.randn(_BLOCK_OUTPUTS, generator=generator)
         for count in _ROWS:

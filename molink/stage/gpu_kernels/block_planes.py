@@ -20,6 +20,7 @@ from torch import Tensor, unflatten
 from molink.gguf.block_formats import (
     E2M1_VALUES,
     HALF_BITS,
+    NO_POWER,
     BlockFormat,
     StepKind,
     plane_width,
@@ -29,8 +30,6 @@ from molink.stage.torch_dtypes import TORCH_DTYPES
 
 #: Added to signed bytes.
 _SIGN = 128
-#: NaN as an E8M0 number.
-_NO_POWER = 255
 #: By the number of upper bits: slices of a chunk share an element.
 _HIGH_DTYPES = {1: torch.uint8, 2: torch.int16}
 #: By the number of a chunk's groups with nested scales, of which there may be none.
@@ -227,7 +226,7 @@ class BlockPlanes:
         if form.is_float and _has_nan(self.words[:, first:last]):
             return False
         steps = self.scale_steps[:, first:last]
-        if form.step_kind == "e8m0" and bool(steps.eq(_NO_POWER).any()):
+        if form.step_kind == "e8m0" and bool(steps.eq(NO_POWER).any()):
             return False
         if form.step_kind == "e4m3" and _has_nan(steps):
             return False

@@ -7,7 +7,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from molink.stage.cpu_kernels.repack import BlockCodes, pack_blocks, packed_scales, unpack_rows
+from molink.stage.cpu_kernels.repack import (
+    BlockCodes,
+    has_finite_numbers,
+    pack_blocks,
+    unpack_rows,
+)
 from molink.stage.linear.base import Projection, total_bytes
 
 if TYPE_CHECKING:
@@ -123,10 +128,10 @@ class BlockLinear:
         return found.to(self.dtype)
 
     def is_finite(self, first: int, last: int) -> bool:
-        """Whether all scales of rows ``first … last - 1`` are finite."""
+        """Whether all numbers of rows ``first … last - 1`` are finite."""
         columns = self.product.columns
         part = self.weight[first // columns : last // columns]
-        return bool(packed_scales(self.product.form, part, columns).isfinite().all())
+        return has_finite_numbers(self.product.form, part, columns)
 
     @property
     def nbytes(self) -> int:

@@ -17,9 +17,9 @@ from molink.checkpoint.prequantized import (
     companion_names,
     parse_quant_state,
 )
-from molink.checkpoint.stacked_experts import MXFP4_BLOCK, StackedExpert
+from molink.checkpoint.stacked_experts import StackedExpert
 from molink.errors import BrokenModel, UnsupportedModel
-from molink.gguf.block_formats import E2M1_VALUES, BlockFormat
+from molink.gguf.block_formats import E2M1_VALUES, MXFP4_BLOCK, BlockFormat
 from molink.stage.cpu_kernels.repack import BlockCodes
 from molink.stage.cpu_kernels.repack import rows_per_repack as packed_rows
 from molink.stage.linear.nf4 import NF4_VALUES

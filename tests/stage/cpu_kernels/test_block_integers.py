@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from llvmlite import ir
 from torch import Tensor
 
-from molink.gguf.block_formats import BLOCK_FORMATS, BlockFormat
+from molink.gguf.block_formats import BLOCK_FORMATS, BlockFormat, float4_format
 from molink.stage.cpu_kernels.arithmetic import Arithmetic, DotBf16, WidenedBf16
 from molink.stage.cpu_kernels.block_integers import IntegerBlockMatMul
 from molink.stage.cpu_kernels.create import _choose_integers, create_integer_matmul
@@ -56,6 +56,7 @@ _FORMATS = {
     "8 bits, 64": BlockFormat(8, 0, 64, 64),
     "int8": quantized_format("int8", 384, on_gpu=False),
     "nf4": quantized_format("nf4", 64, on_gpu=False),
+    "mxfp4": float4_format(32, 256, "e8m0"),
 }
 
 cpus = pytest.mark.parametrize("cpu", _CPUS)
@@ -89,9 +90,14 @@ def stored(form: BlockFormat, blocks: int, fill: int | None = None) -> tuple[Blo
     whole: tuple[Tensor, ...] = ()
     if form.has_nested_scales:
         begin, end = (0, 64) if form.has_minimum else (-128, 128)
+        if form.step_kind == "e8m0":
+            begin, end = 117, 137
         groups = (_OUT, blocks, form.groups_per_block)
         whole = tuple(torch.randint(begin, end, groups, generator=generator) for _ in halves)
-        factors = [a * b.double() for a, b in zip(factors, whole, strict=True)]
+        steps = [each.double() for each in whole]
+        if form.step_kind == "e8m0":
+            steps = [(each - 127).exp2() for each in steps]
+        factors = [a * b for a, b in zip(factors, steps, strict=True)]
     numbers = [each.expand(-1, -1, form.groups_per_block)[..., None] for each in factors]
     values = codes.double() - form.offset
     if form.codebook:  # rounded to 16 bits

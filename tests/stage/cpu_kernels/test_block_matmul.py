@@ -11,11 +11,13 @@ from torch import Tensor
 from molink.gguf.block_formats import (
     BLOCK_FORMATS,
     HALF_BITS,
+    MXFP4_BLOCK,
     BlockFormat,
+    float4_format,
     locate_pair,
     resident_bytes,
 )
-from molink.gguf.ggml_types import PACKED_TYPES
+from molink.gguf.ggml_types import PACKED_TYPES, dequantize_rows
 from molink.stage.cpu_kernels import compiler, create
 from molink.stage.cpu_kernels.arithmetic import Arithmetic, DotBf16, WidenedBf16
 from molink.stage.cpu_kernels.block_matmul import BlockMatMul
@@ -155,6 +157,18 @@ def test_groups_of_other_checkpoints(cpu: str, form: BlockFormat) -> None:
         unpack_rows(form, weight, multiply.columns, rows), exact[rows].flatten(1).float()
     )
     check(multiply, weight, exact.flatten(1))
+
+
+@cpus
+def test_mxfp4(cpu: str) -> None:
+    form = float4_format(MXFP4_BLOCK, 320, "e8m0")
+    rows = torch.from_numpy(random_rows(Kind.MXFP4, (_ROWS, 320)))
+    exact = torch.from_numpy(dequantize_rows(PACKED_TYPES["mxfp4"], rows.numpy()))
+    multiply = product(cpu, form)
+    weight = pack_blocks(form, parse_blocks("mxfp4", rows), multiply.columns)
+    assert weight.numel() == resident_bytes(form, (_ROWS, 320)) == rows.numel() + 4 * _ROWS
+    assert torch.equal(unpack_rows(form, weight, multiply.columns, torch.arange(_ROWS)), exact)
+    check(multiply, weight, exact.double())
 
 
 @cpus
