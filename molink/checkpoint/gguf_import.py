@@ -216,14 +216,12 @@ def _read_bytes(entry: MappedTensor, files: Sequence[mmap.mmap]) -> Iterator[byt
 
     data, end = files[entry.split], entry.offset + entry.nbytes
     if entry.paired is not None:
-        places, half = ((entry.split, entry.offset), entry.paired), entry.nbytes // 2
-        rows = [
-            np.frombuffer(files[split][begin : begin + half], np.uint8).reshape(
-                entry.shape[0] // 2, -1
-            )
-            for split, begin in places
+        count, half = entry.shape[0] // 2, entry.nbytes // 2
+        parts = [
+            np.frombuffer(files[split][begin : begin + half], np.uint8).reshape(count, -1)
+            for split, begin in ((entry.split, entry.offset), entry.paired)
         ]
-        yield np.stack(rows, axis=1).tobytes()
+        yield np.stack(parts, axis=1).tobytes()
     elif entry.subtract:
         norm = np.frombuffer(data[entry.offset : end], "<f4")
         yield (norm - np.float32(entry.subtract)).astype("<f4").tobytes()

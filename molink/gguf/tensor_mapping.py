@@ -110,6 +110,7 @@ _DELTA_NAMES = {"ssm_a": "linear_attn.A", "ssm_dt.bias": "linear_attn.dt_bias"}
 #: Tensors that are neither weights nor biases here.
 _OTHER_NAMES = {
     **dict.fromkeys(_DELTA_FAMILIES, _DELTA_NAMES),
+    "GptOss": {"attn_sinks.weight": "self_attn.sinks"},
     "GraniteMoeHybrid": {"ssm_a": "mamba.A", "ssm_d": "mamba.D", "ssm_dt.bias": "mamba.dt_bias"},
 }
 _LFM2_MODULES = _MODULES | {
@@ -165,8 +166,6 @@ _CORRECTION_NAMES = {
     "MiniMaxM2": "block_sparse_moe.e_score_correction_bias",
     "Lfm2Moe": "feed_forward.expert_bias",
 }
-#: Learned scores of attention, a weight there.
-_SINKS = "attn_sinks"
 #: What configs call the number of experts.
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 #: Tensors with all experts of a layer → name of one expert's.
@@ -252,14 +251,13 @@ def map_tensors(file: GgufFile, config: dict[str, Any]) -> Iterator[MappedTensor
         prefix, experts = f"model.layers.{match[1]}.", _FAMILY_EXPERTS.get(family, _EXPERTS)
         pairs = _PAIRED_EXPERTS.get(family, {})
         if module in experts:
-            other = file.tensors.get(f"blk.{match[1]}.{pairs.get(module)}.{kind}")
-            if module in pairs and (
-                other is None or (other.shape, other.ggml_type) != (tensor.shape, tensor.ggml_type)
-            ):
-                raise BrokenModel(f"{where} and that of {pairs[module]} don't match")
-            yield from _map_experts(
-                tensor, f"{prefix}{experts[module]}.{kind}", config, other, where
-            )
+            paired = None
+            if module in pairs:
+                paired = file.tensors.get(f"blk.{match[1]}.{pairs[module]}.{kind}")
+                if not _are_alike(tensor, paired):
+                    raise BrokenModel(f"{where} and that of {pairs[module]} don't match")
+            named = f"{prefix}{experts[module]}.{kind}"
+            yield from _map_experts(tensor, named, config, paired, where)
         elif module != _LAYER_CONSTANTS and module not in pairs.values():
             yield from _map_layer_tensor(tensor, prefix, module, kind, family, config)
 
@@ -275,9 +273,6 @@ def _map_layer_tensor(
     tensor: GgufTensor, prefix: str, module: str, kind: str, family: str, config: dict[str, Any]
 ) -> Iterator[MappedTensor]:
     where = f"tensor {tensor.name}"
-    if (module, kind) == (_SINKS, "weight") and family == "GptOss":
-        yield _make_tensor(f"{prefix}self_attn.sinks", tensor, where)
-        return
     if (module, kind) == (_CORRECTION, "bias") and family in _CORRECTION_NAMES:
         if family == "Ernie4_5_Moe":
             tensor = replace(tensor, shape=(1, *tensor.shape))
@@ -312,14 +307,19 @@ def _reshape_tensor(tensor: GgufTensor, module: str) -> GgufTensor:
     return tensor
 
 
+def _are_alike(tensor: GgufTensor, other: GgufTensor | None) -> bool:
+    found = other and (other.shape, other.ggml_type)
+    return found == (tensor.shape, tensor.ggml_type)
+
+
 def _map_experts(
     tensor: GgufTensor,
     named: str,
     config: dict[str, Any],
-    other: GgufTensor | None,
+    paired: GgufTensor | None,
     where: str,
 ) -> Iterator[MappedTensor]:
-    """Map all experts' tensor, of each to the name ``named``, with alternate rows of ``other``."""
+    """Map all experts' tensor, of each to the name ``named``; rows of ``paired`` alternate."""
     if len(tensor.shape) < 2:
         raise BrokenModel(f"{where}: shape {list(tensor.shape)} is not that of all experts")
     count, *shape = tensor.shape
@@ -330,12 +330,12 @@ def _map_experts(
         begin = tensor.offset + index * nbytes
         one = replace(tensor, shape=tuple(shape), offset=begin, nbytes=nbytes)
         made = _make_tensor(named.format(index), one, where)
-        if other is not None:
+        if paired is not None:
             made = replace(
                 made,
                 shape=(2 * made.shape[0], *made.shape[1:]),
                 nbytes=2 * nbytes,
-                paired=(other.split, other.offset + index * nbytes),
+                paired=(paired.split, paired.offset + index * nbytes),
             )
         yield made
 
