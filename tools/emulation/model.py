@@ -6,6 +6,7 @@ from functools import cached_property
 
 import msgspec
 
+from molink.checkpoint.adapters import Adapter
 from molink.errors import UsageError
 from molink.facts.dtypes import DTYPE_SIZES, WeightDType
 from molink.facts.profile import Profile
@@ -80,6 +81,7 @@ class EmulatedConfig:
     keys_depend_on_length: bool = False
     keeps_states: bool = False
     short_context: int = 0
+    adapters: tuple[Adapter, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
