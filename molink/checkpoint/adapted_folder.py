@@ -50,10 +50,10 @@ def adapt_model(model: str, path: Path, adapters: Mapping[str, Path], into: Path
     base = ModelFolder.open(path)
     if base.config.adapters:
         raise UsageError(f"{path} has adapters already: name the model without them")
+    opened = [PeftAdapter.open(place, name, base.config) for name, place in adapters.items()]
     target = into / f"{make_plain_name(model, 'model')}.adapted-{_files_key(path, adapters)}"
     if target.is_dir():
         return target
-    opened = [PeftAdapter.open(place, name, base.config) for name, place in adapters.items()]
     partial = into / f".{target.name}.part"
     try:
         shutil.rmtree(partial, ignore_errors=True)

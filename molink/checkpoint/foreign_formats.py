@@ -154,9 +154,8 @@ def _explain_adapter(folder: Path) -> str:
     base = read_json(folder / "adapter_config.json").get("base_model_name_or_path")
     of = f" of {base[:200]}" if isinstance(base, str) and base else ""
     return (
-        f"{folder} is an adapter{of}, not a whole model: merge them (peft: "
-        "PeftModel.from_pretrained(base, adapter).merge_and_unload().save_pretrained(folder)) and "
-        "serve the result"
+        f"{folder} is an adapter{of}, not a whole model: serve that one with --adapter "
+        f"NAME={folder}"
     )
 
 

@@ -30,6 +30,11 @@ BLOCK_SIZE = 16
 MAX_ADAPTERS = 32
 #: Name of an adapter, by which requests choose it as if it were a model; empty for none.
 AdapterName = Annotated[str, msgspec.Meta(max_length=64)]
+#: Folders of adapters on this PC, by name.
+AdapterFolders = Annotated[
+    dict[AdapterName, Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]],
+    msgspec.Meta(max_length=MAX_ADAPTERS),
+]
 
 
 class BlockWeights(msgspec.Struct, frozen=True, kw_only=True):

@@ -29,7 +29,7 @@ def test_an_adapter(tmp_path: Path) -> None:
     save_file(
         {"base_model.x.lora_A.weight": torch.zeros(4)}, tmp_path / "adapter_model.safetensors"
     )
-    with pytest.raises(UnsupportedModel, match=r"adapter of meta-llama/Llama-3\.2-1B.*merge"):
+    with pytest.raises(UnsupportedModel, match=r"adapter of meta-llama/Llama-3\.2-1B.*--adapter"):
         ModelFolder.open(tmp_path)
 
 
@@ -47,7 +47,7 @@ def test_an_adapter_beside_the_config_of_its_model(folder: Path) -> None:
         file.unlink()
     (folder / "adapter_config.json").write_text("{}", encoding="utf-8")
     save_file({"lora_A.weight": torch.zeros(4)}, folder / "adapter_model.safetensors")
-    with pytest.raises(UnsupportedModel, match=r"is an adapter, not a whole model: merge"):
+    with pytest.raises(UnsupportedModel, match=r"is an adapter, not a whole model: serve"):
         ModelFolder.open(folder)
 
 

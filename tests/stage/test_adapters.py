@@ -1,5 +1,6 @@
 """Adapters give what transformers gives with merged weights: whole, split, in chunks, mixed."""
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,11 +9,14 @@ import pytest
 import torch
 
 from molink.checkpoint.adapted_folder import adapt_model
+from molink.checkpoint.gguf_import import import_gguf
+from molink.checkpoint.hub import NullCounter
 from molink.stage.batch import SequenceRows
 from molink.stage.decoder.decoder import HeldWeights
 from molink.stage.linear import AdaptedLinear, PlainLinear
 from molink.stage.stage import Stage
 from tests.support.adapters import ATTENTION, MLP, merge_adapter, stable_scale, write_adapter
+from tests.support.gguf_models import write_gguf
 from tests.support.models import MakeModel
 from tests.support.stage import Reference, Ring
 
@@ -171,6 +175,25 @@ def test_quantized_weights_with_an_adapter(
     base = make_ring(merged[0], quantize="int8").run(tokens, rows)
     # The adapter itself isn't quantized: the difference is the base's rounding.
     assert (logits - wide).abs().mean() < 0.1 * (base - wide).abs().mean()
+
+
+def test_an_adapter_of_a_model_in_gguf(
+    make_model: MakeModel,
+    tmp_path: Path,
+    make_ring: type[Ring],
+    make_reference: type[Reference],
+    random_tokens: Callable[..., list[int]],
+) -> None:
+    # llama.cpp permutes rows of this family, of which an adapter knows nothing.
+    base = make_model(tmp_path / "base", "llama", 3)
+    write_gguf(base, tmp_path / "base.gguf", exact=tmp_path / "exact")
+    unpacked = import_gguf(tmp_path / "base.gguf", tmp_path, NullCounter(), threading.Event())
+    adapter = write_adapter(tmp_path / "adapter", base)
+    folder = adapt_model("m", unpacked, {"tuned": adapter}, tmp_path / "into")
+    tokens = random_tokens(LENGTH)
+    merged = merge_adapter(tmp_path / "exact", adapter, tmp_path / "merged", {"": 2.0})
+    logits = make_ring(folder).run(tokens, [SequenceRows(0, LENGTH, BLOCKS, adapter=1)])
+    torch.testing.assert_close(logits, make_reference(merged).logits(tokens), atol=1e-4, rtol=0)
 
 
 def test_a_stage_holds_the_adapters_of_its_layers(adapted: tuple[Path, list[Path]]) -> None:

@@ -170,7 +170,7 @@ class DaemonOptions:
         return {
             name: value
             for name, value in values.items()
-            if value is not None and name not in _NOT_SETTINGS
+            if value not in (None, []) and name not in _NOT_SETTINGS
         }
 
 
@@ -184,6 +184,16 @@ class UpOptions(DaemonOptions):
             "Common",
             "Short name (molink search), OWNER/NAME, folder or GGUF file.  "
             "[default: last one served]",
+        ),
+    ] = None
+    adapters: Annotated[
+        list[str] | None,
+        _option(
+            "Model",
+            "LoRA adapter in a PEFT folder, NAME=FOLDER, which requests choose as the model NAME; "
+            "may be given several times.  [default: none]",
+            "--adapter",
+            "--adapters",
         ),
     ] = None
     quantize: Annotated[

@@ -58,6 +58,8 @@ def start_daemon(
         KeyboardInterrupt: Ctrl-C, after a clean shutdown.
     """
     remembered = read_options(home.options)
+    if model is not None:
+        remembered.pop("adapters", None)  # they are of the model that was named with them
     settings = load_settings(home, options, os.environ, remembered)
     _check_advertised_addresses(settings)
 
@@ -75,7 +77,7 @@ def start_daemon(
 
     def show(event: AnyDaemonEvent) -> None:
         if isinstance(event, DaemonStartedEvent):
-            write_options(home.options, remembered | dict(options))
+            write_options(home.options, remembered | _portable_options(options, settings))
         console.show_event(event)
 
     launch = Launch(home=str(home.root), settings=settings, role=role, model=model, token=token)
@@ -94,6 +96,14 @@ def start_daemon(
             f"shows the swarm, {home.format_command('logs')} the logs; "
             f"{home.format_command('down')} stops it."
         )
+
+
+def _portable_options(options: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
+    """The options as they are saved: with paths that mean the same in any working directory."""
+    saved = dict(options)
+    if "adapters" in saved:
+        saved["adapters"] = [f"{name}={folder}" for name, folder in settings.adapters.items()]
+    return saved
 
 
 def _check_advertised_addresses(settings: Settings) -> None:

@@ -17,7 +17,7 @@ from molink.checkpoint.model_source import (
 from molink.errors import UsageError
 from molink.facts.dtypes import DTypeChoice
 from molink.facts.layer_range import parse_layers
-from molink.facts.model import KVCacheDType, Objective, Quantize
+from molink.facts.model import AdapterFolders, KVCacheDType, Objective, Quantize
 from molink.facts.scalars import Text
 from molink.wire.messages.admin import MAX_MODELS, MAX_PINS, ModelEntry
 from molink.wire.messages.instructions import MAX_PIPELINES
@@ -49,6 +49,8 @@ class ModelSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kv_cache_dtype: KVCacheDType = "auto"
     #: Micro-batches in flight; 0 = automatic.
     micro_batches: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0
+    #: PEFT folders of LoRA adapters by name, relative to the file.
+    adapters: AdapterFolders = {}
     #: Names or ids of the only PCs for this model; they serve no other.
     pcs: Annotated[tuple[Text, ...], msgspec.Meta(max_length=MAX_PINS)] = ()
     #: Layers ``A-B`` by name or id of the PC.
@@ -142,6 +144,10 @@ def model_entries(file: SwarmFile, lines: LineIndex, folder: Path) -> tuple[Mode
             quantize=one.quantize,
             kv_cache_dtype=one.kv_cache_dtype,
             micro_batches=one.micro_batches,
+            adapters={
+                name: str((folder / Path(place).expanduser()).absolute())
+                for name, place in one.adapters.items()
+            },
             pins=tuple((pc, one.layers.get(pc, "auto")) for pc in one.pinned_pcs),
         )
         for index, one in enumerate(file.models)
@@ -212,7 +218,18 @@ def _check_file(file: SwarmFile, lines: LineIndex) -> None:
                 raise lines.error_at(why, index, "layers")
             if one.pcs and pc not in one.pcs:
                 raise lines.error_at(f"{pc} has layers but is not in pcs", index, "layers")
+    _check_adapter_names(file, lines, {*seen})
     pipelines = sum(one.replicas for one in file.models)
     if pipelines > MAX_PIPELINES:
         why = f"{pipelines} pipelines including replicas; a swarm can have {MAX_PIPELINES}"
         raise lines.error_at(f"{why} at most", len(file.models) - 1, "replicas")
+
+
+def _check_adapter_names(file: SwarmFile, lines: LineIndex, names: set[str]) -> None:
+    """Check that no adapter has the name of one of the models ``names``, or of another adapter."""
+    for index, one in enumerate(file.models):
+        for adapter in one.adapters:
+            if adapter in names:
+                why = f"adapter {adapter} has the name of a model or of another adapter"
+                raise lines.error_at(why, index, "adapters")
+            names.add(adapter)

@@ -15,6 +15,7 @@ import zmq.asyncio
 from molink.errors import MolinkError, PeerBanned, TokenError, Unavailable, UsageError
 from molink.facts.device import Device
 from molink.facts.identity import derive_peer_id
+from molink.facts.model import AdapterFolders
 from molink.files import retry_while_busy
 from molink.swarm.membership.banned_peers import BannedPeers
 from molink.swarm.membership.join_token import JoinToken
@@ -170,7 +171,7 @@ class Daemon:
         )
         measured = await measuring
         await hashing
-        self._model_loader = self._make_model_loader(keys, repository, leadership)
+        self._model_loader = self._make_model_loader(bootstrap.model, keys, repository, leadership)
         stack.push_async_callback(self._model_loader.close)
         self._apply_handler = self._make_apply_handler(keys, repository, leadership)
         stack.push_async_callback(self._apply_handler.close)
@@ -179,7 +180,8 @@ class Daemon:
         self._device_daemons.start_daemons(
             measured, lambda: leadership.target, node.session.request
         )
-        offering = self._offer_models(bootstrap.extra_models, keys, repository, node)
+        launches = self._applied_launches(record, bootstrap.extra_models)
+        offering = self._offer_models(launches, keys, repository, node)
         for work in (bootstrap.request_serving(node.session), bootstrap.watch_files(), offering):
             stack.push_async_callback(cancel_tasks, asyncio.create_task(work))
 
@@ -215,13 +217,25 @@ class Daemon:
         with self._transfers.track_transfer(name, progress):
             self._draft_model = await run_in_thread(find)
 
+    def _launch_of(self, model: str, adapters: AdapterFolders) -> Launch:
+        """The launch for another model."""
+        settings = msgspec.structs.replace(self._settings, adapters=adapters)
+        return msgspec.structs.replace(self._launch, model=model, settings=settings)
+
+    def _applied_launches(
+        self, record: MembershipRecord | None, models: Sequence[str]
+    ) -> list[Launch]:
+        """The launches of applied models, with their adapters."""
+        adapters = record.adapters if record is not None else {}
+        return [self._launch_of(model, adapters.get(model, {})) for model in models]
+
     def _make_model_loader(
-        self, keys: KeyPair, repository: ModelRepository, leadership: Leadership
+        self, first: str | None, keys: KeyPair, repository: ModelRepository, leadership: Leadership
     ) -> ModelLoader:
         def make_bootstrap(model: str) -> Bootstrap:
-            return self._make_bootstrap(
-                msgspec.structs.replace(self._launch, model=model), keys, repository
-            )
+            # Adapters belong to the model that the daemon was started with.
+            adapters = self._settings.adapters if model == first else {}
+            return self._make_bootstrap(self._launch_of(model, adapters), keys, repository)
 
         def served(model: str) -> None:
             if self._launch.role == "up":
@@ -251,6 +265,7 @@ class Daemon:
                 dtype=entry.dtype,
                 quantize=entry.quantize,
                 kv_cache_dtype=entry.kv_cache_dtype,
+                adapters=entry.adapters,
             )
             launch = msgspec.structs.replace(self._launch, model=entry.source, settings=settings)
             return self._make_bootstrap(launch, keys, repository)
@@ -258,9 +273,10 @@ class Daemon:
         async def ask(message: ControlMessage, payload: bytes) -> tuple[ControlMessage, bytes]:
             return await self._require_node().forward_request(message, payload)
 
-        def applied(models: Sequence[str]) -> None:
+        def applied(entries: Sequence[ModelEntry]) -> None:
             if self._launch.role == "up":
-                leadership.save_models(models)
+                adapters = {entry.source: entry.adapters for entry in entries}
+                leadership.save_models([*adapters], adapters)
 
         def kept(model: str) -> bool:
             return find_stored_model(self._home.models, model) is not None
@@ -268,13 +284,11 @@ class Daemon:
         return ApplyHandler(make_bootstrap, ask, applied, kept)
 
     async def _offer_models(
-        self, models: Sequence[str], keys: KeyPair, repository: ModelRepository, node: Node
+        self, launches: Sequence[Launch], keys: KeyPair, repository: ModelRepository, node: Node
     ) -> None:
         """Offer the files of models that were applied in an earlier run."""
-        for model in models:
-            bootstrap = self._make_bootstrap(
-                msgspec.structs.replace(self._launch, model=model), keys, repository
-            )
+        for launch in launches:
+            bootstrap = self._make_bootstrap(launch, keys, repository)
             try:
                 await bootstrap.find_model()
                 await bootstrap.hash_model()

@@ -18,7 +18,7 @@ from molink.errors import UsageError
 from molink.facts.drafts import AUTO_DRAFTS
 from molink.facts.dtypes import DTypeChoice
 from molink.facts.layer_range import parse_layers
-from molink.facts.model import KVCacheDType, Objective, Quantize
+from molink.facts.model import AdapterFolders, KVCacheDType, Objective, Quantize
 from molink.facts.settings import PipelineSettings
 from molink.swarm.agent.pause_policy import DailyWindow
 from molink.swarm.membership.discovery import PAIRING_PORT
@@ -118,6 +118,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     quantize: Quantize = "none"
     #: How stages keep keys and values.
     kv_cache_dtype: KVCacheDType = "auto"
+    #: PEFT folders of the model's LoRA adapters, by the names that requests use.
+    adapters: AdapterFolders = {}
     #: Small model with the same vocabulary for speculative decoding, if the scheduler runs on this
     #: PC; empty means none.
     draft_model: Annotated[str, msgspec.Meta(max_length=4096)] = ""
@@ -282,7 +284,12 @@ def apply_layer(layer: SettingsLayer, below: Settings, where: str) -> Settings:
         if name not in SETTING_NAMES:
             known = ", ".join(sorted(SETTING_NAMES))
             raise UsageError(f"{where}: unknown setting {name!r}; known settings: {known}")
-        (inner if name in inner else values)[name] = _parse_value(name, value, where)
+        parsed = (
+            _parse_adapters(value, where)
+            if name == "adapters"
+            else _parse_value(name, value, where)
+        )
+        (inner if name in inner else values)[name] = parsed
     chosen = {*below.chosen_ports, *(name for name in _SINGLE_PORTS if name in layer)}
     values["chosen_ports"] = tuple(sorted(chosen))
     try:
@@ -417,6 +424,27 @@ def _parse_api_keys(parts: list[str], where: str) -> dict[str, str]:
     if not all(equals for _, equals, _ in pairs):
         raise UsageError(f"{where}: `api_keys` is NAME=KEY, several with commas")
     return {name.strip(): key.strip() for name, _, key in pairs}
+
+
+def _parse_adapters(value: object, where: str) -> dict[str, str]:
+    """Absolute folders of adapters from ``NAME=FOLDER,…``, a list of such pairs, or a table."""
+    pairs: list[tuple[object, object]] = []
+    if isinstance(value, dict):
+        pairs = [*value.items()]
+    else:
+        listed = value.split(",") if isinstance(value, str) else value
+        for text in listed if isinstance(listed, list | tuple) else [listed]:
+            before, _, after = str(text).partition("=")
+            pairs += [(before.strip(), after.strip())] if str(text).strip() else []
+    found: dict[str, str] = {}
+    for name, folder in pairs:
+        if not (isinstance(name, str) and name and isinstance(folder, str) and folder):
+            raise UsageError(f"{where}: `adapters` is NAME=FOLDER, several with commas")
+        if name in found:
+            raise UsageError(f"{where}: two `adapters` are called {name}")
+        # Workers have another working directory.
+        found[name] = str(Path(folder).expanduser().absolute())
+    return found
 
 
 def _pc_name() -> str:

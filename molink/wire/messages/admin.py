@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from molink.facts.dtypes import DTypeChoice
-from molink.facts.model import KVCacheDType, ModelFacts, Objective, Quantize
+from molink.facts.model import AdapterFolders, KVCacheDType, ModelFacts, Objective, Quantize
 from molink.facts.scalars import Addresses, Count, Text
 from molink.wire.messages.base import Message, Payload
 from molink.wire.messages.instructions import MAX_PIPELINES, PeerInfo
@@ -118,6 +118,7 @@ class ModelEntry(ServingOptions, frozen=True, kw_only=True):
     """A model of an :class:`ApplyFile`: a folder or a name of the hub, and how to serve it."""
 
     source: Annotated[str, msgspec.Meta(min_length=1, max_length=2048)]
+    adapters: AdapterFolders = msgspec.field(default_factory=dict)
 
 
 class ApplyFile(Message, frozen=True, kw_only=True, tag="apply-file"):

@@ -25,6 +25,7 @@ layers = { first = "1-2", attic = "3-6" }
 [[models]]
 model = "molink-demo"
 pcs = ["den", "loft"]
+adapters = { poet = "poets/one" }
 [models.layers]
 den = "1-2"
 """
@@ -48,6 +49,8 @@ def test_all_fields_of_a_file(tmp_path: Path) -> None:
     assert folder.pins == (("first", "1-2"), ("attic", "3-6"))
     assert demo.source == "molink-demo"
     assert demo.pins == (("den", "1-2"), ("loft", "auto"))
+    assert demo.adapters == {"poet": str(tmp_path / "poets" / "one")}
+    assert not hub.adapters
     assert [served_name(one.model) for one in found.models] == ["Qwen3-0.6B", "tiny", "molink-demo"]
     assert [lines.find_line(index) for index in range(3)] == [3, 11, 15]
     assert served_name("/some/where/tiny/") == "tiny"
@@ -78,6 +81,13 @@ M = '[[models]]\nmodel = "a"\n'
         (M + 'layers = { x = "0-2" }', 3, "layers of x must be A-B, such as 1-12, not 0-2"),
         (M + '[models.layers]\nx = "2:2"', 3, "layers of x must be A-B, such as 1-12, not 2:2"),
         (M + 'pcs = ["y"]\nlayers = { x = "1-2" }', 4, "x has layers but is not in pcs"),
+        (M + 'adapters = { a = "x" }', 3, "adapter a has the name of a model"),
+        (M + "adapters = 3", 3, "adapters: expected `object`"),
+        (
+            M + '[models.adapters]\nx = "x"\n' + M.replace("a", "b") + 'adapters = { x = "y" }',
+            7,
+            "adapter x has the name of a model or of another adapter",
+        ),
         (M + "replicas = 5\n" + M.replace("a", "b") + "replicas = 4", 6, "9 pipelines"),
     ],
 )

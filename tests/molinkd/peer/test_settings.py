@@ -299,3 +299,26 @@ def test_api_keys_have_names(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match="api_keys") as reported:
             load_settings(Home(tmp_path), {}, {"MOLINK_API_KEYS": wrong})
         assert "secret" not in str(reported.value)
+
+
+def test_adapters_have_names_and_absolute_folders(tmp_path: Path) -> None:
+    poet, clerk = (str(Path(name).absolute()) for name in ("poet", "some=clerk"))
+    (tmp_path / "config.toml").write_text('[adapters]\nx.y = "poet"\n', encoding="utf-8")
+    with pytest.raises(UsageError, match="`adapters` is NAME=FOLDER"):
+        load_settings(Home(tmp_path), {}, {})
+    (tmp_path / "config.toml").write_text('[adapters]\npoet = "poet"\n', encoding="utf-8")
+    assert load_settings(Home(tmp_path), {}, {}).adapters == {"poet": poet}
+    listed = {"poet": poet, "clerk": clerk}
+    given = ["poet=poet", "clerk=some=clerk"]
+    for options, environment in (
+        ({"adapters": given}, {}),
+        ({}, {"MOLINK_ADAPTERS": "poet=poet, clerk=some=clerk"}),
+    ):
+        assert load_settings(Home(tmp_path), options, environment).adapters == listed
+    assert load_settings(Home(tmp_path), {}, {}, {"adapters": given}).adapters == listed
+    for wrong in (["poet"], ["=a"], ["a="], ["a=b", "a=c"]):
+        with pytest.raises(UsageError, match=r"the command line: .*`adapters`") as reported:
+            load_settings(Home(tmp_path), {"adapters": wrong}, {})
+        assert "\n" not in str(reported.value)
+    with pytest.raises(UsageError, match="`adapters`"):
+        load_settings(Home(tmp_path), {"adapters": [f"a{n}=b" for n in range(33)]}, {})

@@ -28,7 +28,7 @@ class ApplyHandler:
         self,
         make_bootstrap: Callable[[ModelEntry], Bootstrap],
         ask: Callable[[ControlMessage, bytes], Awaitable[tuple[ControlMessage, bytes]]],
-        on_applied: Callable[[Sequence[str]], None],
+        on_applied: Callable[[Sequence[ModelEntry]], None],
         is_stored: Callable[[str], bool] = lambda _: False,
     ) -> None:
         """``make_bootstrap`` creates the loader of one model, ``ask`` calls the coordinator.
@@ -88,7 +88,7 @@ class ApplyHandler:
         specs = [await self._model_spec(entry, dry=order.dry_run) for entry in order.models]
         text = await self._request_models(tuple(specs), order, dry=order.dry_run)
         if not order.dry_run:
-            self._on_applied([entry.source for entry in order.models])
+            self._on_applied(order.models)
         return text
 
     async def _request_models(

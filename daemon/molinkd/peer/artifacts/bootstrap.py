@@ -77,6 +77,8 @@ class Bootstrap:
         #: Whether the last run served that model too, and which further models it provided.
         self.is_resumed = False
         self.extra_models: tuple[str, ...] = ()
+        #: Folders of the model's adapters.
+        self._adapters = launch.settings.adapters
         self._source: ModelSource | None = None
         #: Stored files of a model in shards.
         self._stored: ModelFiles | None = None
@@ -100,7 +102,9 @@ class Bootstrap:
             before = known.model if known is not None else None
             self.model = self.model or before
             self.is_resumed = before is not None and self.model == before
-            self.extra_models = known.extra_models if known is not None and self.is_resumed else ()
+            if known is not None and self.is_resumed and self.model is not None:
+                self.extra_models = known.extra_models
+                self._adapters = self._adapters or known.adapters.get(self.model, {})
         elif self.model is None:
             return
         from molink.text.tokenizer import Tokenizer
@@ -157,13 +161,20 @@ class Bootstrap:
             is_repository,
         )
 
-        in_shards = self._settings.hub_files
+        # Only this PC has the adapters, so the model they change is whole here.
+        in_shards = self._settings.hub_files and not self._adapters
         if in_shards and model is not None and is_repository(model) and not is_local(model):
             kept = self._stored = find_stored_model(self._home.models, model)
             if kept is not None:
                 return ModelSource(short_name(model), kept.folder, kept.manifest.hub)
         into = self._home.unpacked
-        return find_model(model, progress, stop, unpack_into=into, in_shards=in_shards)
+        found = find_model(model, progress, stop, unpack_into=into, in_shards=in_shards)
+        if not self._adapters:
+            return found
+        from molink.checkpoint.adapted_folder import adapt_model
+
+        folders = {name: Path(folder) for name, folder in self._adapters.items()}
+        return ModelSource(found.name, adapt_model(found.name, found.path, folders, into))
 
     def _open_folder(self, source: "ModelSource") -> ModelFolder:
         if self._stored is not None:

@@ -25,6 +25,7 @@ from molink.errors import (
     WireError,
 )
 from molink.facts.identity import derive_peer_id
+from molink.facts.model import AdapterFolders
 from molink.swarm.election.events import (
     ConnectionLostEvent,
     CoordinatorFailedEvent,
@@ -293,12 +294,22 @@ class Leadership:
         self._dispatch_event(ElectionTimePassedEvent())
         await self._started
 
-    def save_models(self, models: Sequence[str]) -> None:
-        """Store the membership and the models that ``up`` serves."""
+    def save_models(
+        self, models: Sequence[str], adapters: Mapping[str, AdapterFolders] | None = None
+    ) -> None:
+        """Store the membership and the models that ``up`` serves.
+
+        ``adapters`` are those of applied models; without them, models keep theirs.
+        """
         if models:
             first, *more = models
-            changed = msgspec.structs.replace(self.target, model=first, extra_models=tuple(more))
-            self.membership = changed
+            known = self.target.adapters if adapters is None else adapters
+            self.membership = msgspec.structs.replace(
+                self.target,
+                model=first,
+                extra_models=tuple(more),
+                adapters={name: known[name] for name in models if known.get(name)},
+            )
         self.target.save(self._host.home.membership)
 
     @property

@@ -40,10 +40,13 @@ class ServedModels:
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     def update_route(self, route: Route) -> None:
-        """Offer the model of a route, with the pipelines' maximum request length."""
+        """Offer the model of a route, with the pipelines' maximum request length.
+
+        A model that has changed in all its pipelines is fetched again.
+        """
         self._routes[route.pipeline] = route
         served = self._served.get(route.model)
-        if served is not None:
+        if served is not None and served.root in self._roots(route.model):
             context = self._max_model_len(route.model)
             if route.is_ready and context not in (0, served.max_model_len):
                 self._served[route.model] = replace(served, max_model_len=context)
@@ -70,6 +73,10 @@ class ServedModels:
 
     def _find_route(self, model: str) -> Route | None:
         return next((route for route in self._routes.values() if route.model == model), None)
+
+    def _roots(self, model: str) -> set[str]:
+        """What the model's pipelines serve."""
+        return {route.root for route in self._routes.values() if route.model == model}
 
     def _max_model_len(self, model: str) -> int:
         """Tokens per request that every ready pipeline allows; 0 if unknown."""

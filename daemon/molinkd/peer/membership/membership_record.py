@@ -20,6 +20,7 @@ from molink.errors import (
     UsageError,
     WireError,
 )
+from molink.facts.model import AdapterFolders
 from molink.swarm.membership.join_token import JoinToken
 from molink.swarm.membership.versions import own_version
 from molink.wire.messages.admin import StatusRequest
@@ -60,6 +61,8 @@ class MembershipRecord(msgspec.Struct, frozen=True, kw_only=True):
     is_banned: bool = False
     #: Further models of ``molink apply`` on this PC, which other PCs fetch from here.
     extra_models: tuple[str, ...] = ()
+    #: Adapters of models of ``molink apply``.
+    adapters: dict[str, AdapterFolders] = {}
 
     def save(self, path: Path) -> None:
         """Write the record to ``path``."""

@@ -46,7 +46,7 @@ class Scene:
     def __init__(self) -> None:
         self.begun: list[ModelEntry] = []
         self.asked: list[tuple[ApplyModels, DesiredModels]] = []
-        self.applied: list[Sequence[str]] = []
+        self.applied: list[Sequence[ModelEntry]] = []
         self.forbidden: Exception | None = None
         self.refusal: Exception | None = None
         self.handler = ApplyHandler(self.begin, self.ask, self.applied.append)
@@ -95,7 +95,7 @@ async def test_all_models_are_found_then_requested_together() -> None:
         ("m", 2, (("a", "auto"),)),
         ("n", 2, (("a", "auto"),)),
     ]
-    assert scene.applied == [["m", "n"]]
+    assert [[entry.source for entry in one] for one in scene.applied] == [["m", "n"]]
     await scene.end(order("m"))
     assert len(scene.asked) == 2
     await scene.handler.close()

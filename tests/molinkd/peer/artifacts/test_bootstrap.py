@@ -11,8 +11,9 @@ import pytest
 
 from molink.checkpoint import model_source
 from molink.checkpoint import quantize_check as module
+from molink.checkpoint.adapters import read_adapters
 from molink.checkpoint.model_source import ModelSource
-from molink.errors import BrokenModel, UsageError
+from molink.errors import BrokenModel, ModelNotFound, UsageError
 from molink.wire.messages.admin import InviteReply, InviteRequest, ServeModel
 from molink.wire.messages.control_plane import DoneReply
 from molinkd.peer.artifacts import bootstrap as bootstrap_module
@@ -27,7 +28,9 @@ from molinkd.peer.launch import (
     ProblemReportedEvent,
     StageStatusChangedEvent,
 )
+from molinkd.peer.membership.membership_record import MembershipRecord
 from molinkd.peer.settings import Settings
+from tests.support.adapters import write_adapter
 
 
 class FakeSession:
@@ -209,3 +212,46 @@ async def test_hashing_progress_is_reported(
     await hashing
     assert isinstance(said, StageStatusChangedEvent)
     assert said.text.startswith("hashing the model's files, once: 0 of")
+
+
+async def test_a_model_with_adapters(model: Path, tmp_path: Path) -> None:
+    adapter = write_adapter(tmp_path / "adapter", model)
+    plain, adapted = (
+        founder(tmp_path / name, model, adapters=adapters)
+        for name, adapters in (("plain", {}), ("adapted", {"poet": str(adapter)}))
+    )
+    for bootstrap in (plain, adapted):
+        await bootstrap.find_model()
+        await bootstrap.hash_model()
+    assert plain.facts is not None
+    assert adapted.facts is not None
+    assert plain.facts.name == adapted.facts.name
+    assert plain.facts.root != adapted.facts.root
+    assert adapted.facts.layer_bytes > plain.facts.layer_bytes
+    files = adapted._library.get_model(adapted.name)
+    assert files is not None
+    assert "molink_adapters.json" in files.manifest.files
+    assert "model.layers.0.mlp.up_proj.lora_B.1" in files.manifest.tensors
+
+
+async def test_an_adapter_of_nothing_is_reported(model: Path, tmp_path: Path) -> None:
+    bootstrap = founder(tmp_path / "home", model, adapters={"poet": str(tmp_path / "none")})
+    with pytest.raises(ModelNotFound, match=r"adapter poet: .* is not a folder"):
+        await bootstrap.find_model()
+
+
+async def test_applied_adapters_are_served_after_a_restart(model: Path, tmp_path: Path) -> None:
+    adapter = str(write_adapter(tmp_path / "adapter", model))
+    bootstrap = founder(tmp_path / "home", model)
+    record = MembershipRecord(
+        swarm="s",
+        coordinator_key="k",
+        addresses=(),
+        is_founder=True,
+        model=str(model),
+        adapters={str(model): {"poet": adapter}},
+    )
+    record.save(Home(tmp_path / "home").membership)
+    await bootstrap.find_model()
+    assert bootstrap.path is not None
+    assert [one.name for one in read_adapters(bootstrap.path)] == ["poet"]

@@ -27,15 +27,24 @@ class FakeStore:
         return Path(model)
 
 
-def route(context: int, *, ready: bool, epoch: int = 1) -> Route:
+def route(
+    context: int, *, ready: bool, epoch: int = 1, root: str = "", pipeline: str = "p1"
+) -> Route:
     return Route(
-        pipeline="p1", epoch=epoch, model="m", is_ready=ready, scheduler=None, max_model_len=context
+        pipeline=pipeline,
+        epoch=epoch,
+        model="m",
+        is_ready=ready,
+        scheduler=None,
+        max_model_len=context,
+        root=root,
     )
 
 
 @pytest.fixture
 async def scene(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[SimpleNamespace]:
     config = SimpleNamespace(max_model_len=999, short_context=0, task=GENERATE, hidden_size=8)
+    config.adapters = []
     monkeypatch.setattr(module.ModelConfig, "load_folder", lambda _: config)
     changes: asyncio.Queue[list[int]] = asyncio.Queue()
 
@@ -44,7 +53,7 @@ async def scene(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[SimpleNamespac
 
     store = FakeStore()
     served = ServedModels(store, changed, lambda _: None)  # type: ignore[arg-type]
-    yield SimpleNamespace(served=served, store=store, changes=changes)
+    yield SimpleNamespace(served=served, store=store, changes=changes, config=config)
     await served.close()
 
 
@@ -65,3 +74,22 @@ async def test_a_route_that_changes_while_the_tokenizer_is_fetched(scene: Simple
     scene.served.update_route(route(1024, ready=True))
     scene.store.go_on.set()
     assert await scene.changes.get() == [1024]
+
+
+async def test_a_model_with_other_adapters_is_fetched_again(scene: SimpleNamespace) -> None:
+    def names() -> list[str]:
+        return [name for model in scene.served._served.values() for name in model.adapters]
+
+    scene.config.adapters = [SimpleNamespace(name="one")]
+    before, after = (f"{digit * 64}:9" for digit in "ab")
+    for pipeline in ("p1", "p2"):
+        scene.served.update_route(route(64, ready=True, root=before, pipeline=pipeline))
+    await scene.changes.get()
+    assert names() == ["one"]
+    scene.config.adapters = [SimpleNamespace(name="two")]
+    # While one replica serves what it was, requests may go there.
+    scene.served.update_route(route(64, ready=True, root=after, pipeline="p1"))
+    assert not scene.served._tasks
+    scene.served.update_route(route(64, ready=False, root=after, pipeline="p2"))
+    await scene.changes.get()
+    assert names() == ["two"]
