@@ -22,6 +22,8 @@ from molink.facts.model import Quantize
 #: Supported compute types of weights, by their Hugging Face name.
 
 _DTYPES: dict[str, WeightDType] = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
+#: What configs call the number that keeps norms finite.
+_NORM_EPS = ("rms_norm_eps", "norm_eps", "layer_norm_eps")
 #: Larger extents mean a damaged config; the limits also bound allocations.
 _MAX_LAYERS = 4096
 _MAX_HIDDEN = 2**17
@@ -100,9 +102,7 @@ def _build_config(
     hidden = fields.get_integer("hidden_size", maximum=_MAX_HIDDEN)
     layers = fields.get_integer("num_hidden_layers", maximum=_MAX_LAYERS)
     positions = fields.get_integer("max_position_embeddings", 2048, MAX_MODEL_LEN)
-    eps = fields.get_number("rms_norm_eps", fields.get_number("norm_eps", 1e-6))
-    if eps < 0:
-        raise BrokenModel(f"{where}: rms_norm_eps {eps} must be positive")
+    eps = _parse_norm_eps(fields)
     traits = parse_traits(family, fields, layers)
     if task.name == "embed":
         traits = replace(traits, tied_embeddings=False)
@@ -124,6 +124,15 @@ def _build_config(
         task=task,
         **{field.name: getattr(traits, field.name) for field in dataclass_fields(traits)},
     )
+
+
+def _parse_norm_eps(fields: ConfigFields) -> float:
+    """What norms add to a mean square or variance."""
+    name = next((one for one in _NORM_EPS if fields.get_value(one) is not None), _NORM_EPS[0])
+    eps = fields.get_number(name, 1e-6)
+    if eps < 0:
+        raise BrokenModel(f"{fields.where}: {name} {eps} must be positive")
+    return eps
 
 
 def _parse_intermediate_size(fields: ConfigFields) -> int:

@@ -18,6 +18,8 @@ Supported ``architectures``:
 - ``Qwen3NextForCausalLM``, ``Qwen3_5ForCausalLM``, ``Qwen3_5MoeForCausalLM``: gated delta rule in
   most layers, gated attention in the others
 - ``Lfm2ForCausalLM``, ``Lfm2MoeForCausalLM``: short convolutions in most layers
+- ``CohereForCausalLM``, ``Cohere2ForCausalLM``: LayerNorm, attention and MLP side by side;
+  Cohere 2 with windows, and RoPE in their layers only
 - ``GptOssForCausalLM``: attention sinks, a clamped gate, experts in MXFP4
 - ``GlmForCausalLM``, ``Glm4ForCausalLM``: partial, interleaved RoPE
 - ``Glm4MoeForCausalLM``: GLM-4.5 to 4.7; experts with sigmoid scores, some shared
@@ -80,6 +82,8 @@ Family = Literal[
     "hunyuan_v1_dense",
     "hunyuan_v1_moe",
     "gpt_oss",
+    "cohere",
+    "cohere2",
 ]
 
 #: ``architectures`` entry → family, which is also its ``model_type``.
@@ -120,6 +124,8 @@ ARCHITECTURES: dict[str, Family] = {
     "HunYuanDenseV1ForCausalLM": "hunyuan_v1_dense",
     "HunYuanMoEV1ForCausalLM": "hunyuan_v1_moe",
     "GptOssForCausalLM": "gpt_oss",
+    "CohereForCausalLM": "cohere",
+    "Cohere2ForCausalLM": "cohere2",
 }
 _GLM_DEFAULTS = {
     "head_dim": 128,
@@ -206,6 +212,8 @@ CONFIG_DEFAULTS: dict[Family, dict[str, Any]] = {
     "minimax_m2": {"num_local_experts": 256, "num_experts_per_tok": 8},
     "hunyuan_v1_dense": {"rms_norm_eps": 1e-5},
     "hunyuan_v1_moe": {"rms_norm_eps": 1e-5},
+    "cohere": {"layer_norm_eps": 1e-5},
+    "cohere2": {"layer_norm_eps": 1e-5},
     "gpt_oss": {
         "head_dim": 64,
         "rms_norm_eps": 1e-5,
@@ -263,6 +271,8 @@ _FAMILIES: dict[Family, Callable[[ConfigFields, int], FamilyTraits]] = {
     "hunyuan_v1_dense": family_traits.hunyuan_dense,
     "hunyuan_v1_moe": mixture_traits.hunyuan_moe,
     "gpt_oss": mixture_traits.gpt_oss,
+    "cohere": family_traits.cohere,
+    "cohere2": family_traits.cohere2,
     "gemma2": family_traits.gemma2,
     "gemma3_text": family_traits.gemma3,
 }

@@ -275,6 +275,44 @@ def hunyuan_dense(fields: ConfigFields, layers: int) -> FamilyTraits:
     )
 
 
+def cohere(fields: ConfigFields, layers: int) -> FamilyTraits:
+    """Command R and R+, Aya: attention and MLP side by side, LayerNorm."""
+    refuse_windows(fields)
+    normed = fields.get_boolean("use_qk_norm", False)
+    return replace(
+        _cohere_traits(fields, layers, RopeDefaults(theta=500_000.0)),
+        qk_norm="each centered head" if normed else "none",
+    )
+
+
+def cohere2(fields: ConfigFields, layers: int) -> FamilyTraits:
+    """Command R7B and A: as Command R, with windows; RoPE in their layers only."""
+    if fields.get_boolean("use_qk_norm", False):
+        raise UnsupportedModel(f"{fields.where}: use_qk_norm is not supported in this architecture")
+    pattern = fields.get_integer("sliding_window_pattern", 4)
+    windows = parse_typed_windows(fields, layers, full_every=pattern)
+    return replace(
+        _cohere_traits(fields, layers, RopeDefaults()),
+        windows=windows,
+        unrotated_layers=frozenset(layer for layer in range(layers) if not windows[layer]),
+    )
+
+
+def _cohere_traits(fields: ConfigFields, layers: int, defaults: RopeDefaults) -> FamilyTraits:
+    biased = fields.get_boolean("attention_bias", False)
+    return replace(
+        base_traits(fields, layers, rope=parse_rope(fields, defaults)),
+        interleaved_rope=True,
+        attention_bias=biased,
+        output_bias=biased,
+        norms=LayerNorms(before_mlp=None),
+        norm_kind="layer",
+        parallel_mlp=True,
+        logit_scale=fields.get_positive("logit_scale", 0.0625),
+        tied_embeddings=fields.get_boolean("tie_word_embeddings", True),
+    )
+
+
 def gemma2(fields: ConfigFields, layers: int) -> FamilyTraits:
     """Gemma 2: soft-capped scores and logits."""
     return replace(

@@ -193,7 +193,7 @@ def _row_elements(config: ModelConfig, inner: int) -> int:
     The residual (twice: the caller keeps its own), its norm and the result, and the rotations;
     besides, either gate, up and their product, or q, k, v twice (rotated), the attended rows and
     their merged copy. A GPU may hold those of all chosen experts at once. Gates of heads are there
-    twice, too.
+    twice, too, and what attention gave is there while an MLP beside it runs.
     """
     queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
     attended = 2 * (queries + 2 * keys) + 2 * queries * (1 + config.gated_heads)
@@ -205,7 +205,7 @@ def _row_elements(config: ModelConfig, inner: int) -> int:
         # Their sum, and the result of the shared expert.
         gated = max(gated, chosen + max(2 * chosen, outputs)) + 2 * config.hidden_size
     widest = max(gated, attended, _recurrent_row_elements(config))
-    return 4 * config.hidden_size + 4 * config.head_dim + widest
+    return (4 + config.parallel_mlp) * config.hidden_size + 4 * config.head_dim + widest
 
 
 def _recurrent_row_elements(config: ModelConfig) -> int:

@@ -23,6 +23,8 @@ ROUTER_SUFFIXES = (
 )
 #: Small projections to rates and decays of recurrent states, in which errors add up over all rows.
 RATE_SUFFIXES = (".in_proj_ba.weight", ".in_proj_b.weight", ".in_proj_a.weight")
+#: Norms of which each head has a row.
+HEAD_NORM_SUFFIXES = (".q_norm.weight", ".k_norm.weight")
 #: Latent attention (DeepSeek-V3) multiplies by parts of these weights, transposed.
 WIDE_SUFFIXES = (".kv_b_proj.weight", ".k_b_proj.weight", ".v_b_proj.weight")
 _SCALE_BYTES = 4
@@ -44,7 +46,7 @@ def quantized_bytes(shape: Sequence[int], mode: Quantize, element_bytes: int) ->
 def is_quantizable(name: str, shape: Sequence[int]) -> bool:
     """Whether a tensor is a projection weight that a stage may quantize."""
     inner = name.startswith("model.layers.") and name.endswith(".weight")
-    kept = (*ROUTER_SUFFIXES, *RATE_SUFFIXES, *WIDE_SUFFIXES)
+    kept = (*ROUTER_SUFFIXES, *RATE_SUFFIXES, *WIDE_SUFFIXES, *HEAD_NORM_SUFFIXES)
     return inner and len(shape) == 2 and not name.endswith(kept)
 
 

@@ -8,7 +8,7 @@ from molink.checkpoint.traits import LatentShape
 from molink.errors import BrokenModel
 
 EMBEDDING_NAME = "model.embed_tokens.weight"
-FINAL_NORM_NAME = "model.norm.weight"
+FINAL_NORM_NAME = "model.norm"
 OUTPUT_HEAD_NAME = "lm_head.weight"
 SINKS_NAME = "self_attn.sinks"
 #: Latent attention: norms of latents, and projections from these.
@@ -102,9 +102,9 @@ def mlp_projections(config: ModelConfig) -> tuple[tuple[str, ...], str]:
 
 def _small_tensors(config: ModelConfig, layer: int) -> TensorShapes:
     """Tensors of a layer other than projections and corrections, by their whole names."""
-    shapes: TensorShapes = dict.fromkeys(
-        (f"{name}.weight" for name in config.norms.present_names), (config.hidden_size,)
-    )
+    shapes: TensorShapes = {}
+    for name in config.norms.present_names:
+        shapes |= _norm_tensors(config, name)
     if config.recurrent is not None and layer in config.recurrent_layers:
         return shapes | config.recurrent.small_tensors
     if config.sinks:
@@ -114,10 +114,24 @@ def _small_tensors(config: ModelConfig, layer: int) -> TensorShapes:
         if config.latent.query_rank:
             shapes[f"{QUERY_NORM_NAME}.weight"] = (config.latent.query_rank,)
     if config.qk_norm != "none":
-        whole = config.qk_norm == "all heads"
         for name, heads in zip(config.qk_norm_names, (config.heads, config.kv_heads), strict=True):
-            shapes[f"self_attn.{name}.weight"] = (config.head_dim * (heads if whole else 1),)
+            shapes[f"self_attn.{name}.weight"] = _head_norm_shape(config, heads)
     return shapes
+
+
+def _norm_tensors(config: ModelConfig, name: str) -> TensorShapes:
+    """Tensors of a norm of rows."""
+    kinds = ("weight", "bias") if config.norm_kind == "biased layer" else ("weight",)
+    return dict.fromkeys((f"{name}.{kind}" for kind in kinds), (config.hidden_size,))
+
+
+def _head_norm_shape(config: ModelConfig, heads: int) -> tuple[int, ...]:
+    match config.qk_norm:
+        case "all heads":
+            return (config.head_dim * heads,)
+        case "each centered head":
+            return heads, config.head_dim
+    return (config.head_dim,)
 
 
 def _mixer_tensors(config: ModelConfig, layer: int) -> _Projections:
@@ -202,7 +216,7 @@ def first_stage_tensors(config: ModelConfig) -> TensorShapes:
 
 def last_stage_tensors(config: ModelConfig) -> TensorShapes:
     """Tensors that the last stage needs besides its layers; the embedding again if tied."""
-    norm: TensorShapes = {FINAL_NORM_NAME: (config.hidden_size,)}
+    norm = _norm_tensors(config, FINAL_NORM_NAME)
     if not config.has_output_head:
         return norm
     head = EMBEDDING_NAME if config.tied_embeddings else OUTPUT_HEAD_NAME

@@ -12,8 +12,11 @@ SWIGLU_ALPHA = 1.702
 #: Gated MLPs: ``act(gate) * up``. ``clamped_swiglu`` is ``gate * sigmoid(alpha * gate) * (up + 1)``
 #: with clamped inputs (gate only from above); gate and up rows are interleaved.
 Activation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
-#: Over which elements query and key norms take the mean square, and whether after rotation.
-HeadNorm = Literal["none", "each head", "all heads", "each rotated head"]
+#: Over which elements query and key norms take the mean square, and whether after rotation or less
+#: the mean; centered heads have weights of their own.
+HeadNorm = Literal["none", "each head", "all heads", "each rotated head", "each centered head"]
+#: Norms of rows: by the mean square, or LayerNorm without and with a bias.
+NormKind = Literal["rms", "layer", "biased layer"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +84,8 @@ class FamilyTraits:
     ``recurrent_layers`` have no attention; they keep a state of each request, shaped as
     ``recurrent`` says.
 
-    Layers: ``activation_limit`` belongs to ``clamped_swiglu``. ``norm_offset`` is added to all norm
+    Layers: with ``parallel_mlp`` attention and MLP have one norm before them, and their results are
+    added. ``activation_limit`` belongs to ``clamped_swiglu``. ``norm_offset`` is added to all norm
     weights. ``residual_scale`` multiplies outputs of attention and MLP. ``merged_qkv`` and
     ``merged_gate_up`` mean single tensors in the checkpoint. ``output_name`` is that of
     attention's projection to rows. ``experts`` replace the MLP in some or
@@ -119,7 +123,9 @@ class FamilyTraits:
     qk_norm: HeadNorm = "none"
     qk_norm_names: tuple[str, str] = ("q_norm", "k_norm")
     norms: LayerNorms = LayerNorms()
+    norm_kind: NormKind = "rms"
     norm_offset: float = 0.0
+    parallel_mlp: bool = False
     merged_qkv: bool = False
     merged_gate_up: bool = False
     output_name: str = "o_proj"

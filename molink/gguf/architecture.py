@@ -79,12 +79,20 @@ def _base_config(about: ArchMetadata) -> dict[str, Any]:
         "num_attention_heads": about.get_uniform("attention.head_count"),
         **({} if about.is_latent else _head_config(about)),
         "intermediate_size": about.get_uniform(_inner_key(about)),
-        "rms_norm_eps": about.get_number("attention.layer_norm_rms_epsilon"),
+        **_norm_config(about),
         "max_position_embeddings": context,
         "tie_word_embeddings": "output.weight" not in about.file.tensors,
         "torch_dtype": _find_dtype(about.file.tensors),
         **_rope_config(about, context),
     }
+
+
+def _norm_config(about: ArchMetadata) -> dict[str, Any]:
+    """What norms add to a mean square, or to the variance of LayerNorm."""
+    key = "attention.layer_norm_epsilon"
+    if about.has_key(key):
+        return {"layer_norm_eps": about.get_number(key)}
+    return {"rms_norm_eps": about.get_number("attention.layer_norm_rms_epsilon")}
 
 
 def _inner_key(about: ArchMetadata) -> str:

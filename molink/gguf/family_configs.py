@@ -394,6 +394,24 @@ def _check_scores(about: ArchMetadata, wanted: int) -> None:
         )
 
 
+def _command_r_config(about: ArchMetadata) -> dict[str, Any]:
+    return {
+        "architectures": ["CohereForCausalLM"],
+        "attention_bias": "blk.0.attn_q.bias" in about.file.tensors,
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in about.file.tensors,
+        "logit_scale": about.get_number("logit_scale"),
+    }
+
+
+def _cohere2_config(about: ArchMetadata) -> dict[str, Any]:
+    return {
+        "architectures": ["Cohere2ForCausalLM"],
+        "attention_bias": "blk.0.attn_q.bias" in about.file.tensors,
+        "logit_scale": about.get_number("logit_scale"),
+        **_listed_windows(about),
+    }
+
+
 def _phi3_config(about: ArchMetadata) -> dict[str, Any]:
     window = about.metadata.get_index(about.full_key("attention.sliding_window"))
     return {"architectures": ["Phi3ForCausalLM"], "sliding_window": window or None}
@@ -456,6 +474,8 @@ FAMILY_CONFIGS: dict[str, Callable[[ArchMetadata], dict[str, Any]]] = {
     "lfm2moe": _lfm2_moe_config,
     "qwen35": _qwen35_config,
     "qwen35moe": _qwen35_moe_config,
+    "command-r": _command_r_config,
+    "cohere2": _cohere2_config,
     "phi3": _phi3_config,
     "gemma2": _gemma2_config,
     "gemma3": _gemma3_config,

@@ -474,6 +474,26 @@ def test_hunyuan_as_on_the_hub(load: Callable[..., Any]) -> None:
     assert shapes[f"{mlp}shared_mlp.down_proj.weight"] == (96, 3072)
 
 
+def test_cohere_has_one_norm_of_attention_and_mlp(load: Callable[..., Any]) -> None:
+    config = load("cohere", use_qk_norm=True, logit_scale=0.8333, rope_theta=75e6)
+    shapes = layer_tensors(config, 0)
+    assert {name: shape for name, shape in shapes.items() if "norm" in name} == {
+        "model.layers.0.input_layernorm.weight": (96,),
+        "model.layers.0.self_attn.q_norm.weight": (4, 24),
+        "model.layers.0.self_attn.k_norm.weight": (2, 24),
+    }
+    assert (config.parallel_mlp, config.norm_kind, config.norm_eps) == (True, "layer", 1e-5)
+    assert (config.logit_scale, config.tied_embeddings, config.interleaved_rope) == (
+        0.8333,
+        True,
+        True,
+    )
+    windowed = load("cohere2", sliding_window=4096, layer_norm_eps=1e-6)
+    assert windowed.windows == (4096, 4096, 4096, 0)
+    assert [windowed.rope_index(layer) for layer in range(4)] == [0, 0, 0, None]
+    assert (windowed.logit_scale, windowed.norm_eps) == (0.0625, 1e-6)
+
+
 def test_gpt_oss_as_on_the_hub(load: Callable[..., Any]) -> None:
     config = load(
         "gpt_oss",
@@ -673,6 +693,9 @@ def test_gemma3_in_both_spellings(load: Callable[..., Any]) -> None:
         ("granite", {"logits_scaling": "x"}, "logits_scaling"),
         ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers has 2 entries for 4 layers"),
         ("smollm3", {"no_rope_layer_interval": 0}, "no_rope_layer_interval"),
+        ("cohere", {"logit_scale": 0}, "logit_scale must be positive"),
+        ("cohere2", {"layer_norm_eps": -1}, "layer_norm_eps -1.* must be positive"),
+        ("cohere2", {"sliding_window": None}, "no sliding_window"),
         ("gpt_oss", {"swiglu_limit": -7}, "swiglu_limit must be positive"),
         ("gpt_oss", {"num_local_experts": 2}, "num_experts_per_tok 4 exceeds the 2"),
         ("mixtral", {"num_experts_per_tok": 9}, "num_experts_per_tok 9 exceeds the 8"),
@@ -761,6 +784,8 @@ def test_impossible_fields_are_named(
         ("gemma3_text", {"hidden_activation": "gelu"}, "hidden_activation 'gelu'"),
         ("mixtral", {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ("qwen2_moe", {"use_sliding_window": True}, "sliding_attention"),
+        ("cohere", {"layer_types": [SLIDING] * 4}, "sliding_attention"),
+        ("cohere2", {"use_qk_norm": True}, "use_qk_norm"),
         ("gpt_oss", {"swiglu_alpha": 1.0}, "swiglu_alpha 1.0"),
         ("gpt_oss", {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ("smollm3", {"use_sliding_window": True, "sliding_window": 8}, "sliding_attention"),

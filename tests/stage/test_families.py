@@ -224,6 +224,17 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3_5 that sees": ("qwen3_5", {}),
     "qwen3_5_moe": ("qwen3_5_moe_text", {}),
+    "cohere": ("cohere", {}),
+    "cohere normed": (
+        "cohere",
+        {"use_qk_norm": True, "attention_bias": True, "tie_word_embeddings": True},
+    ),
+    "cohere2": ("cohere2", {}),
+    "cohere2 listed": (
+        "cohere2",
+        {"layer_types": [FULL, SLIDING, SLIDING, FULL], "attention_bias": True},
+    ),
+    "cohere2 that sees": ("cohere2_vision", {}),
     "gpt_oss": ("gpt_oss", {}),
     "gpt_oss listed": (
         "gpt_oss",
@@ -279,6 +290,8 @@ KINDS = (
     "gemma2",
     "gemma3 scaled",
     "gpt_oss",
+    "cohere normed",
+    "cohere2",
 )
 BLOCKS = (5, 0, 17, 3, 9, 30, 2, 40, 11, 12, 13, 21, 22, 23, 1, 4, 6, 7, 8, 10)
 LENGTH = 75

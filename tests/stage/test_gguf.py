@@ -83,6 +83,8 @@ CASES: dict[str, tuple[str, Kind, dict[str, Any]]] = {
             },
         },
     ),
+    "cohere": ("cohere", Kind.Q8_0, {"use_qk_norm": True, "tie_word_embeddings": True}),
+    "cohere2": ("cohere2", Kind.Q4_0, {"num_hidden_layers": 5, "tie_word_embeddings": True}),
     "granitemoe": ("granitemoe", Kind.Q4_0, {}),
     "gpt_oss": ("gpt_oss", Kind.MXFP4, GPT_OSS),
     "gpt_oss in Q8_0": ("gpt_oss", Kind.Q8_0, GPT_OSS),

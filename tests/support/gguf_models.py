@@ -31,6 +31,7 @@ _NAMES = {
     "hunyuan_v1_moe": "hunyuan-moe",
     "gemma3_text": "gemma3",
     "olmo3": "olmo2",
+    "cohere": "command-r",
     "gpt_oss": "gpt-oss",
 }
 #: Granite's stacks of experts, which the converter cuts, and what GGUF's names say of Mixtral's.
@@ -363,7 +364,7 @@ def _grouped(values: Mapping[str, Any], name: str, layers: int) -> dict[str, lis
 #: What is never packed.
 _UNPACKED = (
     *("gate_inp.weight", "gate_inp_shexp.weight", "exp_probs_b.bias"),
-    *("ssm_conv1d.weight", "shortconv.conv.weight"),
+    *("ssm_conv1d.weight", "shortconv.conv.weight", "_norm.weight"),
 )
 
 
@@ -420,9 +421,7 @@ def _metadata(config: Mapping[str, Any], name: str, blocks: int) -> dict[str, An
         "attention.head_count_kv": config["num_key_value_heads"],
         "attention.key_length": config.get("head_dim"),
         "attention.value_length": config.get("head_dim"),
-        "attention.layer_norm_rms_epsilon": float(
-            config.get("rms_norm_eps", config.get("norm_eps", 1e-6))
-        ),
+        **_norm_metadata(config),
         "rope.dimension_count": int(
             config.get("head_dim", 0) * full.get("partial_rotary_factor", 1)
         ),
@@ -459,7 +458,7 @@ def _metadata(config: Mapping[str, Any], name: str, blocks: int) -> dict[str, An
         "attention.scale": config.get("attention_multiplier"),
         "embedding_scale": config.get("embedding_multiplier"),
         "residual_scale": config.get("residual_multiplier"),
-        "logit_scale": config.get("logits_scaling"),
+        "logit_scale": config.get("logits_scaling", config.get("logit_scale")),
         "attn_logit_softcapping": config.get("attn_logit_softcapping"),
         "final_logit_softcapping": config.get("final_logit_softcapping"),
     }
@@ -472,6 +471,13 @@ def _metadata(config: Mapping[str, Any], name: str, blocks: int) -> dict[str, An
     if name.startswith("lfm2"):
         fields |= _short_conv_metadata(config)
     return {f"{name}.{key}": value for key, value in fields.items() if value is not None}
+
+
+def _norm_metadata(config: Mapping[str, Any]) -> dict[str, float]:
+    if "layer_norm_eps" in config:
+        return {"attention.layer_norm_epsilon": config["layer_norm_eps"]}
+    eps = config.get("rms_norm_eps", config.get("norm_eps", 1e-6))
+    return {"attention.layer_norm_rms_epsilon": float(eps)}
 
 
 def _delta_rule_metadata(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -74,6 +74,8 @@ FAMILY_FIELDS: dict[str, dict[str, Any]] = {
         "mamba_d_state": 24,
     },
     "olmo3": {"sliding_window": 9},
+    "cohere": {"logit_scale": 2.0},
+    "cohere2": {"logit_scale": 2.0, "sliding_window": 9},
     "exaone4": {"sliding_window": 9},
     "smollm3": {"no_rope_layers": [1, 0, 1, 1]},
     "phi3": {"sliding_window": 24},
@@ -180,12 +182,14 @@ FAMILY_FIELDS: dict[str, dict[str, Any]] = {
     "gemma3_text": {"sliding_window": 10, "query_pre_attn_scalar": 24, "tie_word_embeddings": True},
     "gemma3": {"sliding_window": 10, "query_pre_attn_scalar": 24, "tie_word_embeddings": True},
     "mistral3": {"sliding_window": None, "model_type": "mistral"},
+    "cohere2_vision": {"logit_scale": 2.0, "sliding_window": 9, "tie_word_embeddings": True},
 }
 
 #: Models that see images: the ``model_type`` of what sees, and what else its config says.
 SIGHT: dict[str, dict[str, Any]] = {
     "gemma3": {"model_type": "siglip_vision_model", "image_size": 28},
     "mistral3": {"model_type": "pixtral", "image_size": 28, "head_dim": 16},
+    "cohere2_vision": {"model_type": "siglip_vision_model", "image_size": 28},
     "qwen3_5": {"model_type": "qwen3_5_vision", "out_hidden_size": 64},
 }
 _SMALL_SIGHT = {

@@ -22,8 +22,9 @@ from molink.stage.decoder.mlp import (
     SharedExpertMlp,
     run_mlp,
 )
-from molink.stage.decoder.norm import AddResidual, IdentityNorm, Norm
+from molink.stage.decoder.norm import AddResidual, IdentityNorm, LayerNorm, Norm
 from molink.stage.decoder.operators import RowOperators
+from molink.stage.decoder.parallel import ParallelMlp
 from molink.stage.decoder.router import ExpertRouter
 from molink.stage.decoder.self_attention import load_attention
 from molink.stage.decoder.short_conv import load_short_conv
@@ -34,26 +35,30 @@ from molink.stage.weights.weight_reader import WeightReader
 
 @dataclass(frozen=True, slots=True)
 class DecoderBlock:
-    """Weights of one layer. ``scale`` multiplies outputs of mixer and MLP."""
+    """Weights of one layer. ``scale`` multiplies outputs of mixer and MLP.
+
+    Without an ``mlp`` the mixer is all there is, between the first norm and the last.
+    """
 
     scale: float
     input_norm: Norm
     mixer: Mixer
     post_attention_norm: Norm
     mlp_norm: Norm
-    mlp: Mlp
+    mlp: Mlp | None
     post_mlp_norm: Norm
     add_residual: AddResidual
 
     @property
     def capturable(self) -> bool:
         """Whether a CUDA graph can capture it."""
-        return self.mixer.capturable and self.mlp.capturable
+        return self.mixer.capturable and (self.mlp is None or self.mlp.capturable)
 
     @property
     def nbytes(self) -> int:
         norms = (self.input_norm, self.post_attention_norm, self.mlp_norm, self.post_mlp_norm)
-        return sum(part.nbytes for part in (*norms, self.mixer, self.mlp))
+        parts = (*norms, self.mixer, self.mlp)
+        return sum(part.nbytes for part in parts if part is not None)
 
 
 def run_blocks(
@@ -71,10 +76,11 @@ def run_blocks(
     next_norms = (*(block.input_norm for block in blocks[1:]), IdentityNorm(rows.dtype))
     for block, next_norm in zip(blocks, next_norms, strict=True):
         normed = block.mixer(normed, context)
-        rows, normed = block.add_residual(
-            rows, normed, block.scale, block.post_attention_norm, block.mlp_norm
-        )
-        normed = run_mlp(block.mlp, normed, context.adapters)
+        if block.mlp is not None:
+            rows, normed = block.add_residual(
+                rows, normed, block.scale, block.post_attention_norm, block.mlp_norm
+            )
+            normed = run_mlp(block.mlp, normed, context.adapters)
         rows, normed = block.add_residual(rows, normed, block.scale, block.post_mlp_norm, next_norm)
         if between_layers is not None and block is not blocks[-1]:
             between_layers()
@@ -90,18 +96,34 @@ def load_block(
     def norm(name: str | None, otherwise: torch.dtype = reader.dtype) -> Norm:
         if name is None:
             return IdentityNorm(otherwise)
-        return operators.norm(reader.read_tensors(f"{prefix}{name}.weight"))
+        return load_norm(reader, config, operators, prefix + name)
 
+    mixer = _load_mixer(reader, config, operators, layer, index)
+    mlp: Mlp | None = _load_mlp(reader, config, operators, layer, prefix)
+    if config.parallel_mlp and mlp is not None:
+        mixer, mlp = ParallelMlp(mixer, mlp), None
     return DecoderBlock(
         scale=config.residual_scale,
         input_norm=norm(config.norms.before_attention),
-        mixer=_load_mixer(reader, config, operators, layer, index),
+        mixer=mixer,
         post_attention_norm=norm(config.norms.after_attention),
         mlp_norm=norm(config.norms.before_mlp),
-        mlp=_load_mlp(reader, config, operators, layer, prefix),
+        mlp=mlp,
         post_mlp_norm=norm(config.norms.after_mlp, residual_dtype(reader.dtype)),
         add_residual=operators.add_residual,
     )
+
+
+def load_norm(
+    reader: WeightReader, config: ModelConfig, operators: RowOperators, name: str
+) -> Norm:
+    """Load the norm of rows whose tensors begin with ``name``."""
+    weight = reader.read_tensors(f"{name}.weight")
+    if config.norm_kind == "rms":
+        return operators.norm(weight)
+    is_biased = config.norm_kind == "biased layer"
+    bias = reader.read_tensors(f"{name}.bias").float() if is_biased else None
+    return LayerNorm(weight.float(), bias, config.norm_eps, reader.dtype)
 
 
 def _load_mixer(

@@ -9,7 +9,7 @@ from torch import Tensor
 from molink.checkpoint.config import ModelConfig
 from molink.checkpoint.tensor_layout import EMBEDDING_NAME, FINAL_NORM_NAME, OUTPUT_HEAD_NAME
 from molink.errors import InvariantError
-from molink.stage.decoder.block import DecoderBlock, load_block, run_blocks
+from molink.stage.decoder.block import DecoderBlock, load_block, load_norm, run_blocks
 from molink.stage.decoder.mixer import ForwardContext
 from molink.stage.decoder.norm import Norm
 from molink.stage.decoder.operators import RowOperators
@@ -157,7 +157,7 @@ def load_decoder(
     on_layer(len(blocks))
     norm, embedding, head = held.norm, held.embedding, held.output_head
     if closes and norm is None:
-        norm = operators.norm(reader.read_tensors(FINAL_NORM_NAME))
+        norm = load_norm(reader, config, operators, FINAL_NORM_NAME)
     if opens and closes and config.tied_embeddings and embedding is None:
         both = reader.load_tied_embedding(EMBEDDING_NAME)
         return Decoder(config, both, tuple(blocks), norm, both, scale)

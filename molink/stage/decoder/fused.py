@@ -101,7 +101,7 @@ class FusedOperators:
             separate = SeparateAppend(rotate_pairs if self.interleaved else rotate_half)
             return separate(heads, norm, angles, pool, layer, slots)
         weight = None
-        if norm is not None and norm.across_heads:
+        if norm is not None and (norm.across_heads or norm.is_centered):
             norm(heads[:, : -pool.kv_heads])
         elif norm is not None:
             weight = norm.weight

@@ -1,4 +1,5 @@
-"""Root mean square norms (Zhang and Sennrich 2019), in the precision that models expect."""
+"""Root mean square norms (Zhang and Sennrich 2019) and LayerNorm (Ba et al. 2016), in the precision
+that models expect."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn.functional import rms_norm
+from torch.nn.functional import layer_norm, rms_norm
 
 from molink.checkpoint.config import ModelConfig
 
@@ -61,6 +62,24 @@ class Float32RmsNorm:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerNorm:
+    """Computes in float32 with float32 weights, and rounds once to ``dtype``."""
+
+    weight: Tensor
+    bias: Tensor | None
+    eps: float
+    dtype: torch.dtype
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        normed = layer_norm(rows.float(), self.weight.shape, self.weight, self.bias, self.eps)
+        return normed.to(self.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+
+@dataclass(frozen=True, slots=True)
 class CompiledRmsNorm:
     """As :class:`Float32RmsNorm`, compiled for this CPU."""
 
@@ -90,7 +109,8 @@ class IdentityNorm:
 class QueryKeyNorm:
     """Norms queries and keys in float32, per head or ``across_heads``, before or after rotation.
 
-    ``weight`` is float32 ``[heads + kv_heads, head_dim]``, queries first.
+    ``weight`` is float32 ``[heads + kv_heads, head_dim]``, queries first. With ``is_centered`` the
+    mean is subtracted first.
     """
 
     weight: Tensor
@@ -98,6 +118,7 @@ class QueryKeyNorm:
     across_heads: bool
     eps: float
     after_rotation: bool = False
+    is_centered: bool = False
 
     def __call__(self, turned: Tensor) -> None:
         """Norm queries and keys ``[T, heads + kv_heads, head_dim]`` in place."""
@@ -105,6 +126,8 @@ class QueryKeyNorm:
         if self.across_heads:
             parts = (wide[:, : self.heads], wide[:, self.heads :])
             normed = torch.cat([rms_norm(x, x.shape[1:], None, self.eps) for x in parts], dim=1)
+        elif self.is_centered:
+            normed = layer_norm(wide, wide.shape[2:], None, None, self.eps)
         else:
             normed = rms_norm(wide, wide.shape[2:], None, self.eps)
         turned.copy_(normed.mul_(self.weight))

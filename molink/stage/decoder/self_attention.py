@@ -127,4 +127,5 @@ def _load_qk_norm(reader: WeightReader, config: ModelConfig, prefix: str) -> Que
         across_heads=config.qk_norm == "all heads",
         eps=config.norm_eps,
         after_rotation=config.qk_norm == "each rotated head",
+        is_centered=config.qk_norm == "each centered head",
     )

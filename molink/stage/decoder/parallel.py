@@ -1,0 +1,36 @@
+"""Parts of a layer that read the same normed rows, and whose results are added."""
+
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from molink.stage.decoder.mixer import ForwardContext, Mixer
+from molink.stage.decoder.mlp import Mlp, run_mlp
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelMlp:
+    """A mixer with the layer's MLP beside it, as in Cohere's models."""
+
+    mixer: Mixer
+    mlp: Mlp
+
+    def __call__(self, normed: Tensor, context: ForwardContext) -> Tensor:
+        """See :class:`~molink.stage.decoder.mixer.Mixer`.
+
+        In float16 the MLP's results are float32, and so is the sum.
+        """
+        mixed = self.mixer(normed, context)
+        return run_mlp(self.mlp, normed, context.adapters).add_(mixed)
+
+    @property
+    def capturable(self) -> bool:
+        return self.mixer.capturable and self.mlp.capturable
+
+    @property
+    def nbytes(self) -> int:
+        return self.mixer.nbytes + self.mlp.nbytes
+
+    def with_index(self, index: int) -> "ParallelMlp":
+        """See :class:`~molink.stage.decoder.mixer.Mixer`."""
+        return replace(self, mixer=self.mixer.with_index(index))
