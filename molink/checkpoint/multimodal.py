@@ -14,6 +14,7 @@ from molink.errors import BrokenModel
 
 #: ``architectures`` entry → ``model_type`` of the text model where the config does not say.
 TEXT_MODELS = {
+    "AyaVisionForConditionalGeneration": "cohere2",
     "Cohere2VisionForConditionalGeneration": "cohere2",
     "Gemma3ForConditionalGeneration": "gemma3_text",
     "Mistral3ForConditionalGeneration": "mistral",

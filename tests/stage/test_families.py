@@ -235,6 +235,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {"layer_types": [FULL, SLIDING, SLIDING, FULL], "attention_bias": True},
     ),
     "cohere2 that sees": ("cohere2_vision", {}),
+    "aya that sees": ("aya_vision", {}),
     "gpt_oss": ("gpt_oss", {}),
     "gpt_oss listed": (
         "gpt_oss",

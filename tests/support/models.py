@@ -51,6 +51,8 @@ DELTA_RULE = {
 }
 #: Short convolutions in such layers.
 SHORT_CONV = {"layer_types": ["conv", "conv", "full_attention", "conv"], "num_hidden_layers": 4}
+#: Of a Cohere 2 that sees; transformers leaves out its factor of logits.
+COHERE2_TEXT = {"logit_scale": 1.0, "sliding_window": 9, "tie_word_embeddings": True}
 #: What small models of a family have beside what all have.
 FAMILY_FIELDS: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 12},
@@ -182,13 +184,15 @@ FAMILY_FIELDS: dict[str, dict[str, Any]] = {
     "gemma3_text": {"sliding_window": 10, "query_pre_attn_scalar": 24, "tie_word_embeddings": True},
     "gemma3": {"sliding_window": 10, "query_pre_attn_scalar": 24, "tie_word_embeddings": True},
     "mistral3": {"sliding_window": None, "model_type": "mistral"},
-    "cohere2_vision": {"logit_scale": 2.0, "sliding_window": 9, "tie_word_embeddings": True},
+    "aya_vision": COHERE2_TEXT,
+    "cohere2_vision": COHERE2_TEXT,
 }
 
 #: Models that see images: the ``model_type`` of what sees, and what else its config says.
 SIGHT: dict[str, dict[str, Any]] = {
     "gemma3": {"model_type": "siglip_vision_model", "image_size": 28},
     "mistral3": {"model_type": "pixtral", "image_size": 28, "head_dim": 16},
+    "aya_vision": {"model_type": "siglip_vision_model", "image_size": 28},
     "cohere2_vision": {"model_type": "siglip_vision_model", "image_size": 28},
     "qwen3_5": {"model_type": "qwen3_5_vision", "out_hidden_size": 64},
 }
