@@ -46,6 +46,7 @@ _TENSOR_NAME = re.compile(
 #: A module's name in patterns of ranks, which PEFT takes as a regular expression.
 _PLAIN_KEY = re.compile(r"\^?[A-Za-z0-9_.]{1,200}\$?")
 _MAX_PATTERNS = 4096
+_MAX_TARGETS = 1024
 
 #: Layer and projection.
 _Place = tuple[int, str]
@@ -154,7 +155,10 @@ class _Factors:
 
 def _read_targets(fields: ConfigFields, found: object) -> tuple[str, ...]:
     """Listed modules; none for a regular expression or ``all-linear``."""
-    return () if isinstance(found, str) else fields.get_strings("target_modules") or ()
+    targets = () if isinstance(found, str) else fields.get_strings("target_modules") or ()
+    if len(targets) > _MAX_TARGETS:
+        raise BrokenModel(f"{fields.where}: target_modules has {len(targets)} entries")
+    return targets
 
 
 def _read_patterns(fields: ConfigFields, name: str) -> dict[str, Any]:

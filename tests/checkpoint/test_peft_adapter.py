@@ -100,6 +100,8 @@ def test_unsupported_features(
         {"use_rslora": 1},
         {"target_modules": ["q_proj", "v_proj", "down_proj"]},
         {"target_modules": [1]},
+        {"target_modules": ["q_proj"] * 1025},
+        {"rank_pattern": {f"q{n}": 4 for n in range(4097)}},
         {"rank_pattern": {"q_proj": -1}},
         {"rank_pattern": []},
         {"alpha_pattern": {"q_proj": None}},

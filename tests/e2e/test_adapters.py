@@ -130,3 +130,36 @@ def test_two_pcs_answer_for_a_model_and_its_adapters(
         pcs.check_answers(folders)
     finally:
         pcs.stop()
+
+
+@pytest.mark.slow
+def test_adapters_of_a_swarm_file_are_served_after_a_restart(
+    tmp_path: Path, make_model: MakeModel, tools: type[Tools]
+) -> None:
+    model = make_model(tmp_path / "tiny", "qwen2", 3)
+    adapter = write_adapter(tmp_path / "adapters" / "poet", model)
+    file = tmp_path / "swarm.toml"
+    file.write_text(
+        '[[models]]\nmodel = "tiny"\ndtype = "f32"\nadapters = { poet = "adapters/poet" }\n',
+        encoding="utf-8",
+    )
+    merged = merge_adapter(model, adapter, tmp_path / "merged", {"": 2.0})
+    common = ["up", "--dtype", "f32", *local_options("--coordinator-port", "0")]
+    process = tools.Process(tmp_path / "home", [*common, "--model", str(model)])
+    try:
+        process.wait_ready()
+        client = tools.client(process.found().endpoints[0])
+        assert _lists(client, {"tiny"})
+        applied = run_molink(tmp_path / "home", "apply", str(file))
+        assert applied.returncode == 0, applied.stderr
+        tools.wait_for(partial(_lists, client, {"tiny", "poet"}), process)
+        assert _complete(client, "poet").choices[0].text == _expected(merged)
+        process.stop()
+        process = tools.Process(tmp_path / "home", common)
+        process.wait_ready()
+        client = tools.client(process.found().endpoints[0])
+        tools.wait_for(partial(_lists, client, {"tiny", "poet"}), process)
+        assert _complete(client, "poet").choices[0].text == _expected(merged)
+        assert _complete(client, "tiny").choices[0].text == _expected(model)
+    finally:
+        process.stop()

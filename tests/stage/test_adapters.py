@@ -196,6 +196,32 @@ def test_an_adapter_of_a_model_in_gguf(
     torch.testing.assert_close(logits, make_reference(merged).logits(tokens), atol=1e-4, rtol=0)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+def test_steps_on_a_card(
+    adapted: tuple[Path, list[Path]],
+    make_ring: type[Ring],
+    random_tokens: Callable[..., list[int]],
+    dtype: str,
+) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device; run `pytest -m gpu` on a PC that has one")
+    tokens = random_tokens(LENGTH)
+    here, there = make_ring(adapted[0]), make_ring(adapted[0], device="cuda:0", dtype=dtype)
+    for number in range(3):
+        # A prompt, then single rows, for which the base has graphs.
+        starts = [(0, LENGTH - 4), *((start, 1) for start in range(LENGTH - 4, LENGTH))]
+        for start, count in starts:
+            rows = SequenceRows(start, count, BLOCKS, adapter=number)
+            expected, found = (
+                ring.run(tokens[start : start + count], [rows]).cpu() for ring in (here, there)
+            )
+            if dtype == "f32":
+                torch.testing.assert_close(found, expected, atol=2e-3, rtol=0)
+            else:
+                assert (found - expected).abs().mean() < 0.05 * expected.std()
+
+
 def test_a_stage_holds_the_adapters_of_its_layers(adapted: tuple[Path, list[Path]]) -> None:
     from molink.checkpoint.model_folder import ModelFolder
 

@@ -35,6 +35,8 @@ def run_step(
     # Extend all block tables first: rows in flight rely on them even if this step fails.
     for rows in groups:
         requests[rows.request].blocks.extend(rows.blocks)
+        if requests[rows.request].adapter > len(stage.config.adapters):
+            requests[rows.request].failed = True  # the base must not answer in its place
     for rows in groups:
         if rows.copy_from_block >= 0:
             stage.copy_block(rows.copy_from_block, requests[rows.request].blocks, rows.start)

@@ -68,6 +68,22 @@ def test_failed_rows_travel_as_nan_to_the_last_stage(
     assert result.sampled.sampled == expected.sampled.sampled[1:]
 
 
+def test_an_adapter_that_the_model_lacks_fails_its_request(folder: ModelFolder) -> None:
+    first, last = load(folder, 0, 1), load(folder, 1, 3)
+    healthy = pass_on(run_step(first, table(0, 1), two_requests()))
+    (expected,) = run_step(last, table(0, 1), healthy)
+    tables = table(1), table(1)
+    for made in tables:
+        made.admit_request(Admit(1, 0, GREEDY, 2, adapter=1))
+    (result,) = run_step(
+        load(folder, 1, 3), tables[1], pass_on(run_step(first, tables[0], two_requests()))
+    )
+    assert result.sampled is not None
+    assert expected.sampled is not None
+    assert result.sampled.failed == (0,)
+    assert result.sampled.sampled == expected.sampled.sampled[1:]
+
+
 def test_a_failed_step_fails_all_of_its_requests(folder: ModelFolder) -> None:
     first, middle, last = (load(folder, index, index + 1) for index in range(3))
     step_inputs = pass_on(fail_step(first, table(0, 1), two_requests()))
