@@ -30,12 +30,21 @@ STORAGE_CONFIGS: dict[str, dict[str, Any]] = {
     "bf16": {},
     "fp8": {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
     "mxfp4": {"quantization_config": {"quant_method": "mxfp4"}},
+    "mxfp4-gguf": {},
     "q4_k_m": {},
     "q8_0": {},
 }
-_GGUF_FORMATS = ("q4_k_m", "q8_0")
+#: Those of GGUF files.
+GGUF_FORMATS = ("mxfp4-gguf", "q4_k_m", "q8_0")
 #: What llama-quantize takes for rows that are not whole blocks of 256.
 _FALLBACKS = {"q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0"}
+#: Projections of which llama-quantize gives more bits to half of the layers.
+_LARGER_SUFFIXES = (
+    "down_proj.weight",
+    "output_linear.weight",
+    "w2.weight",
+    "self_attn.v_proj.weight",
+)
 #: Layers of a model of so many are one of 70 billion parameters, whose values get 5 bits.
 _SEVENTY_BILLION_LAYERS = 80
 
@@ -72,15 +81,16 @@ def describe_weights(config: ModelConfig, storage: str) -> DescribedWeights:
     Raises:
         BrokenModel: the shape is impossible in that format.
     """
-    kinds: dict[tuple[bool, bool], list[int]] = {}
+    kinds: dict[tuple[bool, bool, bool], list[int]] = {}
     for layer in range(config.layers):
         more = storage == "q4_k_m" and _gets_more_bits(layer, config.layers)
-        kinds.setdefault((config.layer_experts(layer) is None, more), []).append(layer)
+        kind = layer in config.recurrent_layers, config.layer_experts(layer) is None, more
+        kinds.setdefault(kind, []).append(layer)
     ends = first_stage_tensors(config) | last_stage_tensors(config)
     tensors = _stored_tensors(ends, config, storage, more_bits=False)
     nbytes = sum(tensor.nbytes for tensor in tensors.values())
     parameters = _count_elements(ends)
-    for (_, more), layers in kinds.items():
+    for (*_, more), layers in kinds.items():
         shapes = layer_tensors(config, layers[0])
         stored = _stored_tensors(shapes, config, storage, more_bits=more)
         nbytes += len(layers) * sum(tensor.nbytes for tensor in stored.values())
@@ -98,7 +108,7 @@ def _count_elements(shapes: TensorShapes) -> int:
 def _stored_tensors(
     shapes: TensorShapes, config: ModelConfig, storage: str, *, more_bits: bool
 ) -> dict[str, DescribedTensor]:
-    if storage in _GGUF_FORMATS:
+    if storage in GGUF_FORMATS:
         return dict(
             _gguf_tensor(name, shape, config, storage, more_bits=more_bits)
             for name, shape in shapes.items()
@@ -147,8 +157,10 @@ def _gguf_tensor(
     kind = PACKED_TYPES["q8_0"]
     if storage == "q4_k_m":
         kind = _choose_q4_k_m(name, config, more_bits=more_bits)
+    elif storage == "mxfp4-gguf" and ".experts." in name:
+        kind = PACKED_TYPES["mxfp4"]
     if packed_shape(kind, shape) is None:
-        kind = PACKED_TYPES[_FALLBACKS[kind.name]]
+        kind = PACKED_TYPES[_FALLBACKS.get(kind.name, kind.name)]
     packed = packed_shape(kind, shape)
     if packed is None:
         return name, DescribedTensor("F16", shape)
@@ -161,9 +173,9 @@ def _choose_q4_k_m(name: str, config: ModelConfig, *, more_bits: bool) -> GgmlTy
     few_heads = config.heads == 8 * config.kv_heads
     if name == output:
         chosen = "q6_k"
-    elif name.endswith("self_attn.qkv_proj.weight"):
+    elif name.endswith(("self_attn.qkv_proj.weight", "linear_attn.in_proj_qkv.weight")):
         chosen = "q5_k"
-    elif name.endswith(("down_proj.weight", "w2.weight", "self_attn.v_proj.weight")) and more_bits:
+    elif name.endswith(_LARGER_SUFFIXES) and more_bits:
         chosen = "q6_k"
     elif (
         name.endswith("self_attn.v_proj.weight")

@@ -7,6 +7,7 @@ import pytest
 
 from molink.checkpoint.config import ModelConfig
 from molink.checkpoint.described_weights import describe_weights
+from molink.checkpoint.hub_catalog import load_catalog
 from molink.checkpoint.model_folder import scan_tensors
 from molink.checkpoint.placement_facts import model_facts
 from tests.support.low_bit_models import LEFT_OUT, write_low_bit
@@ -16,6 +17,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"tie_word_embeddings": True},
     "qwen3_moe": {"mlp_only_layers": [1]},
     "deepseek_v3": {"first_k_dense_replace": 1},
+    "qwen3_next": {},
+    "qwen3_5_moe_text": {},
+    "lfm2_moe": {},
 }
 
 
@@ -70,3 +74,18 @@ def test_q4_k_m_spends_six_bits_on_half_of_the_layers(
     # Rows of 96 are no whole blocks of 256.
     assert {"0.mlp.down_proj.weight.q8_0", "1.mlp.down_proj.weight.q5_0"} <= ends.keys()
     assert ends["0.input_layernorm.weight"].dtype == "F32"
+
+
+@pytest.mark.parametrize(
+    ("name", "stored"),
+    [
+        ("qwen3.5:9b", "linear_attn.in_proj_qkv.weight.q5_k"),
+        ("granite4:3b", "shared_mlp.output_linear.weight.q6_k"),
+        ("gpt-oss:20b-mxfp4-gguf", "mlp.experts.31.down_proj.weight.mxfp4"),
+        ("gpt-oss:20b-mxfp4-gguf", "self_attn.q_proj.weight.q8_0"),
+    ],
+)
+def test_types_in_gguf_files(name: str, stored: str) -> None:
+    entry = load_catalog().find_entry(name)
+    assert entry is not None
+    assert f"model.layers.0.{stored}" in entry.describe_weights().tensors

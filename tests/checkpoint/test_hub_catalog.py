@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from molink.checkpoint.described_weights import GGUF_FORMATS
 from molink.checkpoint.families import ARCHITECTURES
 from molink.checkpoint.hub_catalog import CatalogEntry, load_catalog, parse_catalog
 from molink.checkpoint.model_source import is_hub_file, is_repository
@@ -15,12 +16,30 @@ ENTRIES = load_catalog().entries
 PUBLISHED = {
     "gemma3:1b": 806_058_240,
     "gemma3:4b": 2_489_757_856,
+    "gpt-oss:20b-mxfp4-gguf": 12_109_566_624,
+    "gpt-oss:120b-mxfp4-gguf": 63_387_346_208,
+    "granite4:1b": 901_162_208,
+    "granite4:3b": 1_942_564_512,
+    "granite4:7b-a1b": 4_230_976_352,
+    "granite4:32b-a9b": 19_476_621_984,
+    "lfm2:350m": 379_214_784,
+    "lfm2:1.2b": 730_893_248,
+    "lfm2:2.6b": 1_563_668_704,
+    "lfm2:8b-a1b": 5_044_779_712,
     "llama3.2:3b": 2_019_377_696,
     "mistral-small:24b": 14_333_908_672,
     "phi4:14b": 9_053_114_816,
     "qwen2.5:0.5b": 397_808_192,
     "qwen3:30b-a3b": 18_556_685_824,
     "qwen3-2507:4b": 2_497_280_736,
+    "qwen3-next:80b-a3b": 48_506_100_512,
+    "qwen3.5:2b": 1_270_808_032,
+    "qwen3.5:4b": 2_707_513_696,
+    "qwen3.5:9b": 5_627_044_256,
+    "qwen3.5:27b": 16_740_812_704,
+    "qwen3.5:35b-a3b": 21_169_116_992,
+    "qwen3.5:122b-a10b": 74_990_000_000,
+    "qwen3.5:397b-a17b": 244_093_630_912,
     "seed-oss:36b": 21_762_149_024,
     "smollm2:1.7b": 1_055_609_536,
     "smollm3:3b": 1_915_305_312,
@@ -29,8 +48,14 @@ PUBLISHED = {
 GGUF_NAMES = {
     "gemma3_text": "gemma3",
     "glm4_moe": "glm4moe",
+    "gpt_oss": "gpt-oss",
+    "granitemoehybrid": "granitehybrid",
+    "lfm2_moe": "lfm2moe",
     "mistral": "llama",
+    "qwen3_5_moe_text": "qwen35moe",
+    "qwen3_5_text": "qwen35",
     "qwen3_moe": "qwen3moe",
+    "qwen3_next": "qwen3next",
 }
 UNITS = {"m": 1e6, "b": 1e9, "t": 1e12}
 
@@ -50,7 +75,7 @@ def test_an_entry_is_served_and_as_large_as_its_name_says(entry: CatalogEntry) -
     assert config.dtype == "bf16"
     size, rounding = named_size(entry)
     assert weights.parameters == pytest.approx(size, abs=max(0.15 * size, rounding))
-    is_gguf = entry.format in ("q4_k_m", "q8_0")
+    is_gguf = entry.format in GGUF_FORMATS
     assert (is_hub_file if is_gguf else is_repository)(entry.source), entry.source
     if is_gguf:
         assert GGUF_NAMES.get(config.family, config.family) in FAMILY_CONFIGS

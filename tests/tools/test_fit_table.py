@@ -1,4 +1,4 @@
-"""The documents' table of PCs and models is up to date."""
+"""The documents' tables of PCs and models are up to date."""
 
 from pathlib import Path
 
@@ -15,9 +15,12 @@ def test_plan_picks_mildest_quantization_that_fits() -> None:
     assert least_quantized(model, ["rtx4060"]) is None
 
 
-def test_the_documents_have_the_table() -> None:
+def test_the_documents_have_the_tables() -> None:
     hardware = Path(__file__).resolve().parents[2] / "docs" / "hardware.md"
     text = hardware.read_text(encoding="utf-8")
     devices = ("rtx3060", "rtx3060")
     cells = [fit_table.format_cell(devices, model) for model in fit_table.MODELS]
     assert f"| {fit_table.format_devices(devices)} | {' | '.join(cells)} |" in text
+    for name in ("gpt-oss:20b", "qwen3.5:35b-a3b"):
+        fewest = [fit_table.format_fewest(card, name) for card in fit_table.CARDS]
+        assert f"| {name} | {' | '.join(fewest)} |" in text

@@ -48,7 +48,7 @@ def show(
     place = Home.find_home(home)
     copies = find_installed_models(place, model)
     if not copies:
-        raise ModelNotFound(f"no model {model!r} on this PC; see {place.format_command('list')}")
+        raise ModelNotFound(_explain_missing(model, place))
     about = describe_model([one.path for one in copies])
     if as_json:
         served = _served_models(place)
@@ -78,6 +78,19 @@ def rm(
         raise UsageError(f"{model} is being served: run {first} first, or serve another model")
     freed = sum(map(delete_model, chosen))
     print(printable(f"Deleted {model}: {format_size(freed)} freed."))
+
+
+def _explain_missing(model: str, home: Home) -> str:
+    from molink.checkpoint.model_source import find_catalog_entry
+
+    entry = find_catalog_entry(model)
+    if entry is None:
+        return f"no model {model!r} on this PC; see {home.format_command('list')}"
+    size = format_size(entry.describe_weights().nbytes)
+    return (
+        f"{entry.name} is not on this PC: {home.format_command(f'pull {entry.name}')} downloads "
+        f"{entry.source} ({size}, {entry.license})"
+    )
 
 
 def _served_models(home: Home) -> list[str]:

@@ -13,6 +13,7 @@ from rich.table import Table
 from molink.checkpoint import hub
 from molink.checkpoint.model_names import DEMO_MODEL_NAME
 from molink.checkpoint.model_source import (
+    check_model_name,
     find_catalog_entry,
     find_demo_model,
     find_local_model,
@@ -340,8 +341,9 @@ def _find_folder(model: str) -> Path:
     """Return the model's folder or GGUF file; nothing is fetched."""
     if model == DEMO_MODEL_NAME:
         return find_demo_model().path
-    if find_local_model(model) is None and is_repository(model):
-        cached = hub.find_cached(model)
+    if find_local_model(model) is None:
+        check_model_name(model)
+        cached = hub.find_cached(model) if is_repository(model) else None
         if cached is None:
             raise UsageError(
                 f"{model} is not on this PC: download it with `molink pull {model}`, pass a "

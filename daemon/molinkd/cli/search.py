@@ -80,10 +80,8 @@ def search(
     print(f"\nFit and speed: on {capacity.place}, {format_size(capacity.memory)} of memory.")
     if not capacity.is_measured:
         print(f"Not measured yet: {place.format_command('up')} measures it.")
-    print(
-        "Sizes are computed, about as published. "
-        f"{place.format_command('run NAME')} serves a model."
-    )
+    print("Sizes are computed, about as published.")
+    print(f"{place.format_command('run NAME')} serves a model.")
 
 
 def describe_entry(entry: CatalogEntry, capacity: SwarmCapacity) -> FoundModel:

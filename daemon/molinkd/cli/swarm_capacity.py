@@ -94,7 +94,8 @@ def check_fit(entry: CatalogEntry, home: Home, status: dict[str, object]) -> Non
     fit = fit_of(entry)
     if fit.quantize == capacity.quantize:
         return
-    family = [one for one in load_catalog().entries if one.family == entry.family]
+    entries = load_catalog().entries
+    family = [one for one in entries if one.family == entry.family and one.is_default]
     fitting = [one.name for one in family if fit_of(one).quantize == capacity.quantize]
     hint = f"Of {entry.family}, {', '.join(fitting)} would fit; " if fitting else ""
     raise UsageError(

@@ -171,6 +171,11 @@ def test_show_says_what_it_cannot_read(
     home: Home, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["show", "owner/none"]) == 5
+    assert run(["show", "qwen3.5"]) == 5
+    said = capsys.readouterr().err
+    assert "qwen3.5:9b is not on this PC" in said
+    assert "pull qwen3.5:9b" in said
+    assert "(5.6 GB, Apache-2.0)" in said
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text('{"architectures": ["Odd"]}', encoding="utf-8")
     assert run(["show", str(tmp_path / "model")]) == 0

@@ -180,7 +180,9 @@ def test_a_model_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     assert run([*UNEQUAL, *options]) == 2
     assert "qwen2.5-32b needs" in capsys.readouterr().err
     assert run([*UNEQUAL, "--model", "nowhere"]) == 5
-    assert "config.json is missing in the model folder nowhere" in capsys.readouterr().err
+    assert "no model 'nowhere'" in capsys.readouterr().err
+    assert run([*UNEQUAL, "--model", "owner/name/file.gguf"]) == 2
+    assert "owner/name/file.gguf is not on this PC" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
