@@ -50,9 +50,10 @@ class FoundModel:
 
 
 def search(
-    text: Annotated[
-        str, typer.Argument(help="Words of a name, a use or a license.  [default: all models]")
-    ] = "",
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(help="Words of a name, a use or a license.  [default: all models]"),
+    ] = None,
     every_format: Annotated[
         bool, typer.Option("--all", help="Also list further formats, such as bf16.")
     ] = False,
@@ -63,12 +64,16 @@ def search(
 
     Works offline: sizes follow from the models' shapes, speeds from the PCs' measured memory.
     """
+    text = " ".join(words or ())
     entries = load_catalog().search_entries(text)
-    chosen = [one for one in entries if every_format or one.is_default]
+    # Words may name a further format.
+    chosen = [one for one in entries if every_format or one.is_default] or entries
     if not chosen:
+        near = " or ".join(load_catalog().propose_names(text))
         raise ModelNotFound(
-            f"no model in molink's catalog matches {text!r}; any model of the Hugging Face hub can "
-            "be named OWNER/NAME"
+            f"no model in molink's catalog matches {text!r}."
+            f"{f' Did you mean {near}?' if near else ''} Any model of the Hugging Face hub can be "
+            "named OWNER/NAME"
         )
     place = Home.find_home(home)
     capacity = find_capacity(place)

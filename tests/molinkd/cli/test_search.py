@@ -79,12 +79,18 @@ def test_the_table_has_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_words_choose_models(capsys: pytest.CaptureFixture[str]) -> None:
     found = search(capsys, "qwen3-coder")
-    assert list(found) == ["qwen3-coder:30b-a3b", "qwen3-coder:480b-a35b"]
+    assert list(found) == [f"qwen3-coder:{tag}" for tag in ("30b-a3b", "80b-a3b", "480b-a35b")]
     assert "qwen3-coder:30b-a3b-bf16" in search(capsys, "qwen3-coder", "--all")
     assert run(["search", "nothing-like-that"]) == 5
     error = capsys.readouterr().err
     assert "no model in molink's catalog matches 'nothing-like-that'" in error
     assert "OWNER/NAME" in error
+    assert list(search(capsys, "qwen3-coder", "bf16")) == [
+        "qwen3-coder:30b-a3b-bf16",
+        "qwen3-coder:80b-a3b-bf16",
+    ]
+    assert run(["search", "qwen4"]) == 5
+    assert "Did you mean qwen3" in capsys.readouterr().err
 
 
 def test_facts_of_an_entry(capsys: pytest.CaptureFixture[str]) -> None:
