@@ -245,6 +245,11 @@ def deepseek_v2_experts(fields: ConfigFields, layers: int) -> ExpertsConfig:
     return _check_experts(experts, layers, fields.where)
 
 
+def mistral4_experts(fields: ConfigFields, layers: int) -> ExpertsConfig:
+    """Mistral 4: as DeepSeek-V3, with probabilities instead of corrected sigmoids."""
+    return replace(deepseek_experts(fields, layers), scoring="softmax", is_corrected=False)
+
+
 def ernie_experts(fields: ConfigFields, layers: int) -> ExpertsConfig:
     """ERNIE 4.5: corrected probabilities, shared experts, experts in a range of layers."""
     inner = fields.get_integer("moe_intermediate_size", maximum=MAX_EXPERT_SIZE)

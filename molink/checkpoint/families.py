@@ -11,7 +11,9 @@ Supported ``architectures``:
 - ``SmolLM3ForCausalLM``: some layers without RoPE
 - ``Olmo2ForCausalLM``, ``Olmo3ForCausalLM``: norms after attention and MLP only, query and key
   norms over all heads; OLMo 3 with windows
-- ``MistralForCausalLM``: sliding windows
+- ``MistralForCausalLM``, ``MinistralForCausalLM``: sliding windows
+- ``Ministral3ForCausalLM``, ``Mistral4ForCausalLM``: queries that grow with their position; the
+  latter with latent attention
 - ``Qwen2ForCausalLM`` (also 2.5), ``Qwen3ForCausalLM``: windows in some layers
 - ``Phi3ForCausalLM``: Phi-3, Phi-3.5, Phi-4 and Phi-4-mini; merged projections, LongRoPE
 - ``MixtralForCausalLM``, ``Qwen2MoeForCausalLM``, ``Qwen3MoeForCausalLM``: experts
@@ -84,6 +86,9 @@ Family = Literal[
     "gpt_oss",
     "cohere",
     "cohere2",
+    "ministral",
+    "ministral3",
+    "mistral4",
 ]
 
 #: ``architectures`` entry → family, which is also its ``model_type``.
@@ -126,12 +131,21 @@ ARCHITECTURES: dict[str, Family] = {
     "GptOssForCausalLM": "gpt_oss",
     "CohereForCausalLM": "cohere",
     "Cohere2ForCausalLM": "cohere2",
+    "MinistralForCausalLM": "ministral",
+    "Ministral3ForCausalLM": "ministral3",
+    "Mistral4ForCausalLM": "mistral4",
 }
 _GLM_DEFAULTS = {
     "head_dim": 128,
     "rms_norm_eps": 1.5625e-7,
     "partial_rotary_factor": 0.5,
     "eos_token_id": [151329, 151336, 151338],
+}
+_MISTRAL_YARN = {
+    "rope_type": "yarn",
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
 }
 #: Family-specific defaults of absent config fields.
 CONFIG_DEFAULTS: dict[Family, dict[str, Any]] = {
@@ -212,6 +226,21 @@ CONFIG_DEFAULTS: dict[Family, dict[str, Any]] = {
     "minimax_m2": {"num_local_experts": 256, "num_experts_per_tok": 8},
     "hunyuan_v1_dense": {"rms_norm_eps": 1e-5},
     "hunyuan_v1_moe": {"rms_norm_eps": 1e-5},
+    "ministral3": {
+        "head_dim": 128,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+        "rope_scaling": _MISTRAL_YARN | {"factor": 16.0, "original_max_position_embeddings": 16384},
+    },
+    "mistral4": {
+        "n_routed_experts": 128,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 2048,
+        "kv_lora_rank": 256,
+        "q_lora_rank": 1024,
+        "qk_nope_head_dim": 64,
+        "rope_scaling": _MISTRAL_YARN | {"factor": 128.0, "original_max_position_embeddings": 8192},
+    },
     "cohere": {"layer_norm_eps": 1e-5},
     "cohere2": {"layer_norm_eps": 1e-5},
     "gpt_oss": {
@@ -273,6 +302,9 @@ _FAMILIES: dict[Family, Callable[[ConfigFields, int], FamilyTraits]] = {
     "gpt_oss": mixture_traits.gpt_oss,
     "cohere": family_traits.cohere,
     "cohere2": family_traits.cohere2,
+    "ministral": family_traits.ministral,
+    "ministral3": family_traits.ministral3,
+    "mistral4": mixture_traits.mistral4,
     "gemma2": family_traits.gemma2,
     "gemma3_text": family_traits.gemma3,
 }

@@ -17,6 +17,7 @@ from molink.checkpoint.rope import (
     RopeDefaults,
     RopeKind,
     parse_alpha_rope,
+    parse_query_scaling,
     parse_rope,
     parse_two_ropes,
 )
@@ -149,6 +150,25 @@ def exaone4(fields: ConfigFields, layers: int) -> FamilyTraits:
 def mistral(fields: ConfigFields, layers: int) -> FamilyTraits:
     """Mistral: sliding window in all layers."""
     return replace(base_traits(fields, layers), windows=parse_uniform_windows(fields, layers, 4096))
+
+
+def ministral(fields: ConfigFields, layers: int) -> FamilyTraits:
+    """Ministral of 2024: Mistral with windows in listed layers."""
+    if fields.get_strings("layer_types") is None:
+        return mistral(fields, layers)
+    windows = parse_typed_windows(fields, layers, full_every=1)
+    return replace(base_traits(fields, layers), windows=windows)
+
+
+def ministral3(fields: ConfigFields, layers: int) -> FamilyTraits:
+    """Ministral 3: queries that grow with their position."""
+    refuse_windows(fields)
+    made = base_traits(fields, layers)
+    return replace(
+        made,
+        windows=parse_uniform_windows(fields, layers, None),
+        query_scaling=parse_query_scaling(fields, made.rope),
+    )
 
 
 def qwen2(fields: ConfigFields, layers: int) -> FamilyTraits:

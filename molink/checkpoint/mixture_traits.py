@@ -17,6 +17,7 @@ from molink.checkpoint.experts import (
     hunyuan_experts,
     lfm2_experts,
     minimax_experts,
+    mistral4_experts,
     mixtral_experts,
     qwen_experts,
     shared_qwen_experts,
@@ -31,7 +32,7 @@ from molink.checkpoint.family_traits import (
     scale_granite,
 )
 from molink.checkpoint.recurrent import parse_mamba2, parse_mamba_layers
-from molink.checkpoint.rope import RopeDefaults, parse_rope
+from molink.checkpoint.rope import RopeDefaults, parse_query_scaling, parse_rope
 from molink.checkpoint.trait_fields import (
     MAX_HEADS,
     base_traits,
@@ -229,7 +230,21 @@ def deepseek_v3(fields: ConfigFields, layers: int) -> FamilyTraits:
     )
 
 
-def _latent_traits(fields: ConfigFields, layers: int) -> FamilyTraits:
+def mistral4(fields: ConfigFields, layers: int) -> FamilyTraits:
+    """Mistral 4: latent attention, queries that grow with their position."""
+    made = _latent_traits(fields, layers, states_rotated=True)
+    return replace(
+        made,
+        interleaved_rope=fields.get_boolean("rope_interleave", True),
+        query_scaling=parse_query_scaling(fields, made.rope),
+        experts=mistral4_experts(fields, layers),
+    )
+
+
+def _latent_traits(
+    fields: ConfigFields, layers: int, *, states_rotated: bool = False
+) -> FamilyTraits:
+    """Traits of latent attention; configs with ``states_rotated`` tell the rotated part."""
     refuse_windows(fields)
     latent = LatentShape(
         rank=fields.get_integer("kv_lora_rank", 512, _MAX_LATENT),
@@ -244,8 +259,17 @@ def _latent_traits(fields: ConfigFields, layers: int) -> FamilyTraits:
     if biased and not latent.query_rank:
         raise UnsupportedModel(f"{fields.where}: attention_bias without q_lora_rank")
     head_dim = latent.rope_dim + latent.rank
-    rope = parse_rope(fields)
-    scale = (latent.plain_dim + latent.rope_dim) ** -0.5
+    whole = latent.plain_dim + latent.rope_dim
+    part = latent.rope_dim / whole
+    rope = parse_rope(
+        fields, RopeDefaults(allows_partial=True, partial=part) if states_rotated else None
+    )
+    if states_rotated and rope.rotary_dim(whole) != latent.rope_dim:
+        raise BrokenModel(
+            f"{fields.where}: partial_rotary_factor {rope.partial_rotary_factor} of {whole} "
+            f"dimensions is not qk_rope_head_dim {latent.rope_dim}"
+        )
+    scale = whole**-0.5
     if rope.kind != "default" and rope.mscale_all_dim:
         scale *= (0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1.0) ** 2
     return FamilyTraits(

@@ -64,6 +64,14 @@ class RopeConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class QueryScaling:
+    """Multiplies queries by ``1 + slope * log(1 + position // interval)``."""
+
+    slope: float
+    interval: int
+
+
+@dataclass(frozen=True, slots=True)
 class RopeDefaults:
     """A family's defaults for absent fields.
 
@@ -89,6 +97,24 @@ def parse_rope(config: ConfigFields, defaults: RopeDefaults | None = None) -> Ro
     """
     found = config.get_object("rope_parameters") or config.get_object("rope_scaling")
     return _parse_scaling(found, config, defaults or RopeDefaults())
+
+
+def parse_query_scaling(config: ConfigFields, rope: RopeConfig) -> QueryScaling | None:
+    """Parse how queries grow beyond the trained length (Ministral 3); ``None`` if they don't.
+
+    Raises:
+        BrokenModel: a field is invalid, or the trained length is missing.
+    """
+    found = config.get_object("rope_parameters") or config.get_object("rope_scaling")
+    where, name = f"{config.where}: rope settings", "llama_4_scaling_beta"
+    slope = ConfigFields(found, where).get_optional_number(name, None)
+    if not slope:
+        return None
+    if slope < 0 or not rope.original_context:
+        raise BrokenModel(
+            f"{where}: {name} {slope} must be positive, with original_max_position_embeddings"
+        )
+    return QueryScaling(slope, rope.original_context)
 
 
 def parse_alpha_rope(config: ConfigFields, head_dim: int) -> RopeConfig:

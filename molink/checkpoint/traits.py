@@ -5,7 +5,7 @@ from typing import Literal
 
 from molink.checkpoint.experts import ExpertsConfig
 from molink.checkpoint.recurrent import RecurrentShape
-from molink.checkpoint.rope import RopeConfig
+from molink.checkpoint.rope import QueryScaling, RopeConfig
 
 #: Slope of ``clamped_swiglu``'s sigmoid.
 SWIGLU_ALPHA = 1.702
@@ -72,7 +72,8 @@ class FamilyTraits:
     Attention: ``attention_bias`` is for q, k and v, ``output_bias`` for o; ``attention_scale``
     multiplies q·k. ``windows`` is per layer, 0 = full attention. ``sliding_rope`` applies to
     sliding-window layers if set; ``unrotated_layers`` have no RoPE. With ``interleaved_rope``,
-    pairs of neighbours are rotated, else dimensions half the rotated size apart. With ``sinks``
+    pairs of neighbours are rotated, else dimensions half the rotated size apart.
+    ``query_scaling`` multiplies queries by their position. With ``sinks``
     each query head has a learned score that takes part in the softmax only. ``attention_softcap``
     and ``final_softcap`` bound scores and logits to ``cap * tanh(x / cap)``; 0 = unbounded.
 
@@ -105,6 +106,7 @@ class FamilyTraits:
     sliding_rope: RopeConfig | None = None
     unrotated_layers: frozenset[int] = frozenset()
     interleaved_rope: bool = False
+    query_scaling: QueryScaling | None = None
     sinks: bool = False
     attention_softcap: float = 0.0
     final_softcap: float = 0.0

@@ -159,6 +159,9 @@ def _rope_config(about: ArchMetadata, context: int) -> dict[str, Any]:
             "supported here (only linear and yarn)"
         )
     scaling = {"rope_type": kind, "factor": about.get_number("rope.scaling.factor")}
+    key = "attention.temperature_scale"
+    if about.has_key(key):
+        scaling["llama_4_scaling_beta"] = about.get_number(key)
     if kind == "yarn":
         scaling |= {"original_max_position_embeddings": original, **_yarn_config(about)}
         if about.name == "gpt-oss":

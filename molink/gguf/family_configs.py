@@ -25,12 +25,9 @@ def _llama_config(about: ArchMetadata) -> dict[str, Any]:
 
 
 def _mistral3_config(about: ArchMetadata) -> dict[str, Any]:
-    """Mistral Small 3.1 and 3.2, which older files label ``llama``."""
-    key = "attention.temperature_scale"
-    if about.has_key(key):
-        raise UnsupportedModel(
-            f"{about.metadata.where}: {about.full_key(key)} (Ministral 3) is not supported"
-        )
+    """Ministral 3, or Mistral Small 3.1 and 3.2, which older files label ``llama``."""
+    if about.has_key("attention.temperature_scale"):
+        return {"architectures": ["Ministral3ForCausalLM"]}
     return _llama_config(about)
 
 

@@ -26,7 +26,9 @@ _MODEL_TENSORS = {
 #: Constants that follow from the metadata or are read with it.
 _CONSTANTS = (ROPE_FREQS, ROPE_LONG, ROPE_SHORT)
 #: Families whose query and key rows are permuted.
-_PERMUTED_FAMILIES = ("Llama", "Mixtral", "Granite", "GraniteMoe", "GraniteMoeHybrid", "SmolLM3")
+_PERMUTED_FAMILIES = (
+    *("Llama", "Mixtral", "Granite", "GraniteMoe", "GraniteMoeHybrid", "SmolLM3", "Ministral3"),
+)
 _LAYER_CONSTANTS = "attn_rot_embd"
 _MODULES = {
     "attn_norm": "input_layernorm",

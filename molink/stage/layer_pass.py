@@ -7,11 +7,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from molink.checkpoint.config import ModelConfig
 from molink.errors import InvariantError
 from molink.stage.attention.base import AttentionBackend
 from molink.stage.batch import StageInput
 from molink.stage.decoder.decoder import Decoder
 from molink.stage.decoder.mixer import ForwardContext, StateContext
+from molink.stage.decoder.query_scale import QueryScales
 from molink.stage.decoder.rotary import Rope
 from molink.stage.device_copy import upload_integers, upload_tensor
 from molink.stage.kv_pool import KVPool
@@ -35,6 +37,18 @@ class LocatedRows:
         return len(self.positions)
 
 
+def create_ropes(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> tuple[Rope | QueryScales, ...]:
+    """A model's ropes, and behind them factors of its queries, if they have some."""
+    ropes = tuple(
+        Rope(rope, config.head_dim, dtype, device, config.interleaved_rope)
+        for rope in config.rope_configs
+    )
+    scaling = config.query_scaling
+    return ropes if scaling is None else (*ropes, QueryScales(scaling, dtype, device))
+
+
 @dataclass(frozen=True, slots=True)
 class LayerPass:
     """Runs steps eagerly on one KV pool. Layers compute in ``dtype``.
@@ -45,7 +59,7 @@ class LayerPass:
     decoder: Decoder
     pool: KVPool
     attention: AttentionBackend
-    ropes: tuple[Rope, ...]
+    ropes: tuple[Rope | QueryScales, ...]
     dtype: torch.dtype
     wire_dtype: torch.dtype
     device: torch.device

@@ -27,13 +27,12 @@ from molink.stage.attention.create import create_attention
 from molink.stage.batch import StageInput, StageOutput
 from molink.stage.decoder.decoder import Decoder, HeldWeights, load_decoder
 from molink.stage.decoder.operators import create_operators
-from molink.stage.decoder.rotary import Rope
 from molink.stage.graphs.buckets import GraphPlan
 from molink.stage.graphs.capture import CudaGraphCapturer
 from molink.stage.graphs.decode_graphs import DecodeGraphs
 from molink.stage.host_kv_pool import HostKVPool
 from molink.stage.kv_pool import KVPool, block_bytes
-from molink.stage.layer_pass import LayerPass, LocatedRows
+from molink.stage.layer_pass import LayerPass, LocatedRows, create_ropes
 from molink.stage.state_pool import StatePool, slot_bytes
 from molink.stage.torch_dtypes import TORCH_DTYPES, choose_dtype, choose_wire_dtype
 from molink.stage.weights.weight_reader import WeightReader
@@ -74,10 +73,7 @@ class Stage:
         #: By block size, since backends restrict it.
         self._attentions: dict[int, AttentionBackend] = {}
         with torch.inference_mode():
-            self._ropes = tuple(
-                Rope(rope, config.head_dim, self._dtype, device, config.interleaved_rope)
-                for rope in config.rope_configs
-            )
+            self._ropes = create_ropes(config, self._dtype, device)
         self._pool: KVPool | None = None
         self._layer_pass: LayerPass | None = None
         self._graphs: DecodeGraphs | None = None

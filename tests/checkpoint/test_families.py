@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from molink.checkpoint.config import ModelConfig
 from molink.checkpoint.families import ARCHITECTURES
+from molink.checkpoint.rope import QueryScaling
 from molink.checkpoint.tensor_layout import layer_tensors
 from molink.errors import BrokenModel, UnsupportedModel
 
@@ -494,6 +495,25 @@ def test_cohere_has_one_norm_of_attention_and_mlp(load: Callable[..., Any]) -> N
     assert (windowed.logit_scale, windowed.norm_eps) == (0.0625, 1e-6)
 
 
+def test_ministral3_scales_queries(load: Callable[..., Any]) -> None:
+    silent = load("ministral3", max_position_embeddings=262144)
+    assert (silent.head_dim, silent.rope.theta, silent.rope.factor) == (128, 1e6, 16.0)
+    assert silent.query_scaling == QueryScaling(0.1, 16384)
+    assert silent.max_model_len == 262144
+    rope = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 100}
+    assert load("ministral3", rope_parameters=rope).query_scaling is None
+    latent = load("mistral4", num_key_value_heads=4)
+    assert latent.query_scaling == QueryScaling(0.1, 8192)
+    assert (latent.experts.scoring, latent.experts.is_corrected) == ("softmax", False)
+    assert latent.rope.rotary_dim(latent.head_dim) == 64
+
+
+def test_ministral_has_windows_where_listed(load: Callable[..., Any]) -> None:
+    listed = load("ministral", layer_types=[FULL, SLIDING] * 2, sliding_window=32768)
+    assert listed.windows == (0, 32768) * 2
+    assert load("ministral").windows == (4096,) * 4
+
+
 def test_gpt_oss_as_on_the_hub(load: Callable[..., Any]) -> None:
     config = load(
         "gpt_oss",
@@ -693,6 +713,16 @@ def test_gemma3_in_both_spellings(load: Callable[..., Any]) -> None:
         ("granite", {"logits_scaling": "x"}, "logits_scaling"),
         ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers has 2 entries for 4 layers"),
         ("smollm3", {"no_rope_layer_interval": 0}, "no_rope_layer_interval"),
+        (
+            "ministral3",
+            {"rope_parameters": {"llama_4_scaling_beta": 0.1}},
+            "llama_4_scaling_beta 0.1 must be positive, with original_max_position_embeddings",
+        ),
+        (
+            "mistral4",
+            {"rope_parameters": {"partial_rotary_factor": 0.25}},
+            "partial_rotary_factor 0.25 of 128 dimensions is not qk_rope_head_dim 64",
+        ),
         ("cohere", {"logit_scale": 0}, "logit_scale must be positive"),
         ("cohere2", {"layer_norm_eps": -1}, "layer_norm_eps -1.* must be positive"),
         ("cohere2", {"sliding_window": None}, "no sliding_window"),

@@ -363,18 +363,12 @@ def test_yarn_is_as_the_file_says(folder: Path, tmp_path: Path) -> None:
         rope("odd.gguf", {**said, "yarn_ext_factor": 0.5})
 
 
-def test_mistral_small_is_a_llama_but_ministral_is_none(
-    folder: Path, whole: Path, tmp_path: Path
-) -> None:
+def test_mistral_small_is_a_llama(folder: Path, whole: Path, tmp_path: Path) -> None:
     name = "mistral3"
     path = write_gguf(folder, tmp_path / "tiny.gguf", Kind.Q8_0, architecture=name)
     made, before = unpack(path, tmp_path / "into"), unpack(whole, tmp_path)
     for file in ("config.json", "model.safetensors"):
         assert (made / file).read_bytes() == (before / file).read_bytes()
-    scale = {"mistral3.attention.temperature_scale": 0.1}
-    path = write_gguf(folder, tmp_path / "next.gguf", architecture=name, metadata=scale)
-    with pytest.raises(UnsupportedModel, match=r"temperature_scale \(Ministral 3\)"):
-        unpack(path, tmp_path)
 
 
 def test_config_and_tensors_alone_are_those_of_the_folder(whole: Path, tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ def test_a_contradicting_state_is_refused(
     [
         ({"text_config": None}, BrokenModel, "text_config is missing"),
         ({"text_config": 3}, BrokenModel, "text_config must be an object"),
-        ({"text_config": {"model_type": "ministral3"}}, UnsupportedModel, "ministral3"),
+        ({"text_config": {"model_type": "ministral9"}}, UnsupportedModel, "ministral9"),
         (
             {"architectures": ["LlavaForConditionalGeneration"]},
             UnsupportedModel,

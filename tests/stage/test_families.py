@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from molink.stage.batch import SequenceRows
-from tests.support.models import MakeModel, stack_experts
+from tests.support.models import MINISTRAL3, MISTRAL4, MakeModel, stack_experts
 from tests.support.stage import Reference, Ring
 
 SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
@@ -224,6 +224,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3_5 that sees": ("qwen3_5", {}),
     "qwen3_5_moe": ("qwen3_5_moe_text", {}),
+    "ministral": ("ministral", {"layer_types": [SLIDING, FULL, FULL, SLIDING]}),
+    "ministral everywhere": ("ministral", {}),
+    "ministral3": ("ministral3", {}),
+    "ministral3 windowed": ("ministral3", {"sliding_window": 9, "tie_word_embeddings": True}),
+    "ministral3 that sees": ("mistral3", {**MINISTRAL3, "model_type": "ministral3"}),
+    "mistral4": ("mistral3", MISTRAL4),
+    "mistral4 in groups": (
+        "mistral3",
+        {**MISTRAL4, "n_group": 4, "topk_group": 2, "norm_topk_prob": False, "q_lora_rank": None},
+    ),
     "cohere": ("cohere", {}),
     "cohere normed": (
         "cohere",
@@ -293,6 +303,8 @@ KINDS = (
     "gpt_oss",
     "cohere normed",
     "cohere2",
+    "ministral3",
+    "mistral4",
 )
 BLOCKS = (5, 0, 17, 3, 9, 30, 2, 40, 11, 12, 13, 21, 22, 23, 1, 4, 6, 7, 8, 10)
 LENGTH = 75

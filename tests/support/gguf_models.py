@@ -32,6 +32,7 @@ _NAMES = {
     "gemma3_text": "gemma3",
     "olmo3": "olmo2",
     "cohere": "command-r",
+    "ministral3": "mistral3",
     "gpt_oss": "gpt-oss",
 }
 #: Granite's stacks of experts, which the converter cuts, and what GGUF's names say of Mixtral's.
@@ -459,6 +460,10 @@ def _metadata(config: Mapping[str, Any], name: str, blocks: int) -> dict[str, An
         "embedding_scale": config.get("embedding_multiplier"),
         "residual_scale": config.get("residual_multiplier"),
         "logit_scale": config.get("logits_scaling", config.get("logit_scale")),
+        "rope.scaling.yarn_log_multiplier": full.get("mscale_all_dim")
+        if name == "mistral3"
+        else None,
+        "attention.temperature_scale": full.get("llama_4_scaling_beta"),
         "attn_logit_softcapping": config.get("attn_logit_softcapping"),
         "final_logit_softcapping": config.get("final_logit_softcapping"),
     }

@@ -1,5 +1,6 @@
 """Random small models in the format of Hugging Face, each made once for all tests of a run."""
 
+import copy
 import hashlib
 import json
 import shutil
@@ -51,6 +52,29 @@ DELTA_RULE = {
 }
 #: Short convolutions in such layers.
 SHORT_CONV = {"layer_types": ["conv", "conv", "full_attention", "conv"], "num_hidden_layers": 4}
+#: Queries that grow every few positions.
+MINISTRAL3: dict[str, Any] = {
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 8.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 16,
+        "llama_4_scaling_beta": 0.4,
+    }
+}
+#: Transformers knows Mistral 4 as a text model of Mistral 3 only.
+MISTRAL4 = {
+    **LATENT,
+    **MINISTRAL3,
+    "model_type": "mistral4",
+    "head_dim": 32,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+}
 #: Of a Cohere 2 that sees; transformers leaves out its factor of logits.
 COHERE2_TEXT = {"logit_scale": 1.0, "sliding_window": 9, "tie_word_embeddings": True}
 #: What small models of a family have beside what all have.
@@ -76,6 +100,8 @@ FAMILY_FIELDS: dict[str, dict[str, Any]] = {
         "mamba_d_state": 24,
     },
     "olmo3": {"sliding_window": 9},
+    "ministral": {"sliding_window": 9},
+    "ministral3": MINISTRAL3,
     "cohere": {"logit_scale": 2.0},
     "cohere2": {"logit_scale": 2.0, "sliding_window": 9},
     "exaone4": {"sliding_window": 9},
@@ -293,7 +319,8 @@ def write_model(
         sight = _SMALL_SIGHT | SIGHT[family]
         settings = {"text_config": settings, "vision_config": sight, "tie_word_embeddings": tied}
         kind = AutoModelForImageTextToText
-    config = AutoConfig.for_model(family, **settings)
+    # Configs may change what they are given.
+    config = AutoConfig.for_model(family, **copy.deepcopy(settings))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = kind.from_config(config)

@@ -55,7 +55,8 @@ class ForwardContext:
     """Inputs that all layers of a forward share.
 
     ``slots`` (int64 ``[T]``) are the rows' KV slots; ``angles`` are their rotations ``[T, 1, 2,
-    rotary_dim]`` for each of the model's ropes. ``states`` are those of recurrent layers,
+    rotary_dim]`` for each of the model's ropes, and behind them queries' factors ``[T, 1, 1]``, if
+    any. ``states`` are those of recurrent layers,
     ``adapters`` the adapters that rows have.
     """
 

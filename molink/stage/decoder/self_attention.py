@@ -25,7 +25,8 @@ class SelfAttention:
     """Weights of a layer's attention; q, k, v are one projection.
 
     ``rope`` is its index in ``angles``, if it rotates. ``qk_norm`` and ``sinks`` (float32
-    ``[heads]``) are optional. With ``gated_heads``, a gate follows each head's query.
+    ``[heads]``) are optional. With ``gated_heads``, a gate follows each head's query; with
+    ``scales_queries`` the last of ``angles`` are their factors.
     """
 
     capturable: ClassVar[bool] = True
@@ -41,6 +42,7 @@ class SelfAttention:
     output: Projection
     append_heads: AppendHeads
     gated_heads: bool = False
+    scales_queries: bool = False
 
     def __call__(self, normed: Tensor, context: ForwardContext) -> Tensor:
         """See :class:`~molink.stage.decoder.mixer.Mixer`."""
@@ -52,6 +54,8 @@ class SelfAttention:
         heads = self.append_heads(
             rows.view(shape), self.qk_norm, angles, context.pool, self.index, context.slots
         )
+        if self.scales_queries:
+            heads[:, : self.heads].mul_(context.angles[-1])
         attended = context.attention(self.index, heads, context.pool, self.sinks)
         attended = attended if gates is None else attended * gates
         return apply_projection(self.output, attended, context.adapters)
@@ -96,6 +100,7 @@ def load_attention(
         output=output,
         append_heads=append_heads,
         gated_heads=config.gated_heads,
+        scales_queries=config.query_scaling is not None,
     )
 
 

@@ -1,0 +1,44 @@
+"""Factors of queries that grow with the position, so that scores stay sharp in long contexts.
+
+As in Ministral 3, and in Llama 4, which began it.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from molink.checkpoint.rope import QueryScaling
+from molink.stage.batch import SequenceRows
+from molink.stage.decoder.rotary import AngleTable
+
+#: Initial table size in positions; doubled as sequences grow.
+_INITIAL_POSITIONS = 1024
+
+
+class QueryScales:
+    """Factors of rows' queries, ``[T, 1, 1]`` in the compute type, from a table of positions.
+
+    It stands behind the ropes, and is used as they are.
+    """
+
+    #: Factors of all positions are in tables; see :attr:`.Rope.table_positions`.
+    table_positions: None = None
+
+    def __init__(self, config: QueryScaling, dtype: torch.dtype, device: torch.device) -> None:
+        self._config, self._dtype, self._device = config, dtype, device
+        self._table = torch.empty(0)
+
+    def compute_angles(self, positions: Tensor, sequences: Sequence[SequenceRows]) -> Tensor:
+        """Factors of rows at ``positions`` (int64 ``[T]``, on the device)."""
+        table = self.grow_table(max(sequence.end for sequence in sequences))
+        return table.angles.index_select(0, positions)
+
+    def grow_table(self, longest: int) -> AngleTable:
+        """Table of all positions below ``longest``."""
+        if longest > len(self._table):
+            size = max(_INITIAL_POSITIONS, 1 << (longest - 1).bit_length())
+            steps = (torch.arange(size) // self._config.interval).float()
+            scales = 1 + self._config.slope * torch.log1p(steps)
+            self._table = scales.view(-1, 1, 1).to(self._device, self._dtype)
+        return AngleTable(self._table, len(self._table), len(self._table))
