@@ -30,6 +30,8 @@ _MAX_FILE_BYTES = 1 << 20
 #: Names are those of models in requests.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@-]{0,63}")
 
+_TENSOR = re.compile(r".+\.lora_[AB]\.\d{1,3}")
+
 _Layer = Annotated[int, msgspec.Meta(ge=0, lt=_MAX_LAYERS)]
 
 
@@ -107,6 +109,11 @@ def check_adapter_names(names: Sequence[str]) -> None:
         raise UsageError(f"two adapters are called {twice}")
     if len(names) > MAX_ADAPTERS:
         raise UsageError(f"{len(names)} adapters; a model can have {MAX_ADAPTERS}")
+
+
+def is_adapter_tensor(name: str) -> bool:
+    """Whether a tensor of a layer is an adapter's."""
+    return _TENSOR.fullmatch(name) is not None
 
 
 def adapter_tensor_names(projection: str, number: int) -> tuple[str, str]:

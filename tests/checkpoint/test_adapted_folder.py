@@ -34,10 +34,11 @@ def test_a_folder_like_any_other(pristine: Path, adapter: Path, tmp_path: Path) 
     groups = group_tensors(folder.config, 0, 3)
     found = {name: {n for n in shapes if ".lora_" in n} for name, shapes in groups.items()}
     q, v = (f"model.layers.0.self_attn.{name}_proj" for name in "qv")
-    assert found["layer-0000"] == {f"{p}.lora_{part}.1" for p in (q, v) for part in "AB"}
-    assert found["layer-0001"] == {f"model.layers.1.mlp.up_proj.lora_{part}.2" for part in "AB"}
-    assert len(found["layer-0002"]) == 4
-    assert not found["embed"] | found["final"]
+    assert found["adapters-0000"] == {f"{p}.lora_{part}.1" for p in (q, v) for part in "AB"}
+    assert found["adapters-0001"] == {f"model.layers.1.mlp.up_proj.lora_{part}.2" for part in "AB"}
+    assert len(found["adapters-0002"]) == 4
+    without = group_tensors(before.config, 0, 3)
+    assert {name: group for name, group in groups.items() if name in without} == without
     stored = folder.tensors["model.layers.1.mlp.up_proj.lora_A.2"]
     assert (stored.dtype, stored.shape) == ("BF16", (4, 64))
 

@@ -1,8 +1,9 @@
 """What to fetch of a model for a stage, and its layout on disk.
 
 A stage needs few of the model's tensors, and a later assignment others. Each *group* (``embed``,
-``layer-0007``, ``final``) becomes one safetensors file, so local files are reused and never fetched
-twice. A model in shards (:mod:`molink.checkpoint.manifest`) keeps its files as they are: hashes are
+``layer-0007``, ``adapters-0007``, ``final``) becomes one safetensors file, so local files are
+reused and never fetched twice. Adapters are apart, so that other adapters leave a layer's file as
+it is. A model in shards (:mod:`molink.checkpoint.manifest`) keeps its files as they are: hashes are
 known only for whole shards.
 """
 
@@ -12,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from molink.checkpoint.adapters import is_adapter_tensor
 from molink.checkpoint.config import ModelConfig
 from molink.checkpoint.low_bit import LowBitScheme
 from molink.checkpoint.manifest import CHUNK_BYTES, HashedEntry, Manifest, ManifestEntry, ShardEntry
@@ -102,8 +104,9 @@ def group_tensors(config: ModelConfig, first: int, last: int) -> dict[str, Tenso
     groups: dict[str, TensorShapes] = {}
     ends = stage_tensors(config, first, last)
     for layer in range(first, last):
-        groups[f"layer-{layer:04d}"] = layer_tensors(config, layer)
-        for name in groups[f"layer-{layer:04d}"]:
+        for name, shape in layer_tensors(config, layer).items():
+            kind = "adapters" if is_adapter_tensor(name) else "layer"
+            groups.setdefault(f"{kind}-{layer:04d}", {})[name] = shape
             ends.pop(name)
     if EMBEDDING_NAME in ends:
         groups["embed"] = {EMBEDDING_NAME: ends.pop(EMBEDDING_NAME)}

@@ -52,6 +52,7 @@ from molinkd.peer.artifacts.stored_model import (
     altered_parts,
     create_file,
     group_plans,
+    link_known_files,
     metadata_parts,
     missing_files_text,
     read_stored_manifest,
@@ -236,6 +237,13 @@ class ModelStore:
                 await fetch_runs(pool, plan.chunk_runs(), write_into(file), count, 1, throttle)
         await self.verified.mark_verified(folder / plan.file)
 
+    async def link_known_files(
+        self, folder: Path, manifest: Manifest, plans: Sequence[GroupPlan]
+    ) -> None:
+        """Reuse files of the model's other versions in ``folder``, where hashes are the same."""
+        versions = await asyncio.to_thread(self._other_versions, folder)
+        await asyncio.to_thread(link_known_files, folder, manifest, plans, versions)
+
     def check_replica_room(self, missing: int) -> None:
         """Check that a replica of ``missing`` more bytes fits.
 
@@ -341,16 +349,18 @@ class ModelStore:
             raise
         return folder
 
-    def _prune_versions(self, folder: Path) -> None:
-        """Before ``folder`` is created, remove all but the newest other versions of its model."""
+    def _other_versions(self, folder: Path) -> list[Path]:
+        """Folders of other versions of its model, newest first."""
         model, _, identity = folder.name.rpartition("-")
         version = re.compile(rf"{re.escape(model)}-[0-9a-f]{{{len(identity)}}}\Z")
         others = [
-            path
-            for path in self._root.iterdir()
-            if version.match(path.name) and path not in self._in_use
+            path for path in self._root.iterdir() if version.match(path.name) and path != folder
         ]
-        others.sort(key=lambda path: path.stat().st_mtime, reverse=True)
+        return sorted(others, key=lambda path: path.stat().st_mtime, reverse=True)
+
+    def _prune_versions(self, folder: Path) -> None:
+        """Before ``folder`` is created, remove all but the newest other versions of its model."""
+        others = [path for path in self._other_versions(folder) if path not in self._in_use]
         for old in others[MAX_OLD_VERSIONS:]:
             log.info("removing %s: newer versions of the model are here", old)
             shutil.rmtree(old, ignore_errors=True)
@@ -410,6 +420,7 @@ class ModelStore:
     ) -> None:
         model, progress = request.model, request.progress
         plans = await asyncio.to_thread(group_plans, folder, manifest, layers)
+        await self.link_known_files(folder, manifest, plans)
         progress.total = progress.done + sum(plan.nbytes for plan in plans)
         wanted = [
             plan for plan in plans if not await self.verified.is_verified(folder, plan, progress)

@@ -144,6 +144,7 @@ class ModelReplicator:
             raise Unavailable(f"{folder} has just changed")
         await asyncio.to_thread(remove_replica_partials, folder)
         plans = await asyncio.to_thread(all_plans, folder, manifest)
+        await self._store.link_known_files(folder, manifest, [plan for _, plan in plans])
         missing = {plan.file: (layer, plan) for layer, plan in plans}
         progress = self._progress = Progress(total=sum(plan.nbytes for _, plan in plans))
         for _, plan in plans:

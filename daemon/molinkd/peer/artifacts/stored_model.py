@@ -16,7 +16,7 @@ from molink.checkpoint.config import ModelConfig
 from molink.checkpoint.config_fields import MAX_JSON_BYTES
 from molink.checkpoint.manifest import HashedEntry, Manifest, ShardEntry, manifest_root
 from molink.checkpoint.model_folder import METADATA_FILES, REQUIRED_FILES
-from molink.errors import AlteredModel, BrokenModel, ModelError, Unavailable
+from molink.errors import AlteredModel, BrokenModel, ModelError, MolinkError, Unavailable
 from molink.facts.layer_range import format_ranges
 from molink.facts.model import LayerRange
 from molink.files import resolve_inside, retry_while_busy
@@ -133,9 +133,10 @@ def plans_by_layer(folder: Path, manifest: Manifest) -> list[list[GroupPlan]]:
 def missing_files_text(model: str, files: Iterable[str]) -> str:
     """The error message for missing files."""
     names = [file.partition(".")[0] for file in files]
-    layers = {int(name.rpartition("-")[2]) for name in names if name.startswith("layer-")}
+    of_layers = [name for name in names if name.startswith(("layer-", "adapters-"))]
+    layers = {int(name.rpartition("-")[2]) for name in of_layers}
     texts = [f"layers {format_ranges(to_ranges(layers))}"] if layers else []
-    texts += [name for name in names if not name.startswith("layer-")]
+    texts += [name for name in names if name not in of_layers]
     return (
         f"no connected PC has the files of {' and '.join(texts)} of {model}. Start a PC that "
         f"has them, or provide {model} again (`molink run`)"
@@ -165,6 +166,27 @@ def stored_files(
             places[part.name] = ByteRange(folder / plan.file, offset, part.nbytes)
     stamps = {path: FileStamp.of_path(path) for path in {place.path for place in places.values()}}
     return ModelFiles(folder, manifest, places, stamps)
+
+
+def link_known_files(
+    folder: Path, manifest: Manifest, plans: Iterable[GroupPlan], versions: Iterable[Path]
+) -> None:
+    """Link files that other stored ``versions`` of a model have with the same hashes. Blocks.
+
+    Versions with other adapters share all weights. The caller verifies the files; where a file
+    system has no hard links, they are fetched.
+    """
+    missing = [plan for plan in plans if not (folder / plan.file).exists()]
+    for version in versions if missing and not manifest.shards else ():
+        try:
+            raw = (version / MANIFEST_FILE).read_bytes()
+            known = Manifest.open(raw, manifest_root(raw)).tensors
+            for plan in missing:
+                same = all(known.get(part.name) == part for part in plan.parts)
+                if same and not (folder / plan.file).exists():
+                    (folder / plan.file).hardlink_to(version / plan.file)
+        except (OSError, MolinkError) as error:
+            log.info("can't reuse files of %s: %s", version, error)
 
 
 def verify_file(path: Path, plan: GroupPlan, progress: Progress, stop: threading.Event) -> None:

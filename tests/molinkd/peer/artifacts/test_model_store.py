@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from molink.checkpoint.adapted_folder import adapt_model
 from molink.checkpoint.config import ModelConfig
 from molink.checkpoint.low_bit import LowBitScheme
 from molink.checkpoint.manifest import CHUNK_BYTES, MAX_MANIFEST_BYTES, HashedEntry, manifest_size
@@ -28,6 +29,7 @@ from molinkd.peer.artifacts.model_store import ModelStore
 from molinkd.peer.artifacts.sources import Source
 from molinkd.peer.artifacts.transfers import Progress
 from tests.support import fake_sources as sources
+from tests.support.adapters import write_adapter
 from tests.support.fake_sources import RepositorySource, connect_to
 from tests.support.models import PLAIN_CONFIG as CONFIG
 from tests.support.models import write_modules
@@ -334,6 +336,36 @@ async def test_old_versions_are_pruned(tmp_path: Path) -> None:
         sources.append(FakeSource(repository))
         await Case(root, {"a": sources[-1]}).stage((0, 1))
     assert len(list(root.iterdir())) == 1 + store_module.MAX_OLD_VERSIONS
+
+
+async def test_other_adapters_leave_files_of_layers_as_they_are(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model")
+    cases, folders = [], []
+    for seed in range(2):
+        adapter = write_adapter(tmp_path / f"a{seed}", model, ("q_proj",), seed, layers=(1, 2))
+        library = ModelRepository()
+        library.add_model("m", adapt_model("m", model, {"poet": adapter}, tmp_path / "into"))
+        source = FakeSource(library)
+        cases.append(source)
+        folders.append(await Case(tmp_path / "store", {"a": source}).stage((1, 3)))
+    assert folders[0] != folders[1]
+    names = [f"{kind}-000{layer}.safetensors" for kind in ("adapters", "layer") for layer in (1, 2)]
+    for folder in folders:
+        assert sorted(path.name for path in folder.glob("*.safetensors")) == names
+        assert ModelFolder.open(folder, (1, 3)).config.adapters
+    fetched = [{n for n in source.read_bytes if n.startswith("model.")} for source in cases]
+    assert len(fetched[0]) > 4
+    assert fetched[1] == {
+        f"model.layers.{layer}.self_attn.q_proj.lora_{part}.1" for layer in (1, 2) for part in "AB"
+    }
+    # A file that was altered under its other name is fetched.
+    shutil.rmtree(folders[1])
+    path = folders[0] / "layer-0001.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"!")
+    await Case(tmp_path / "store", {"a": cases[1]}).stage((1, 3))
+    again = folders[1] / "layer-0001.safetensors"
+    assert again.read_bytes() != path.read_bytes()
+    assert ModelFolder.open(folders[1], (1, 3))
 
 
 # --- sources that lie ---
