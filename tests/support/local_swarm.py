@@ -44,8 +44,10 @@ class LocalSwarm:
         self.tools.wait_for(lambda: self._home(name).membership.exists(), process)
 
     def molink(self, name: str, *arguments: str) -> str:
-        """What a command prints on that PC."""
-        return self.tools.run_molink(self.root / name, *arguments).stdout.strip()
+        """What a command that succeeds prints on that PC."""
+        done = self.tools.run_molink(self.root / name, *arguments)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
 
     def status(self, name: str) -> dict[str, Any]:
         """As that PC has it; empty while it can't be had."""
