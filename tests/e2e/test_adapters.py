@@ -40,6 +40,35 @@ def test_adapters_that_do_not_fit_are_refused_before_anything_starts(
     assert "`adapters` is NAME=FOLDER" in line
 
 
+def test_saved_adapters_belong_to_the_model_that_was_named_with_them(
+    tmp_path: Path, make_model: MakeModel
+) -> None:
+    home, model = tmp_path / "home", make_model(tmp_path / "tiny")
+    adapter = write_adapter(tmp_path / "adapter", model, ("q_proj",))
+    up = ["up", "--background", "--stage", "none", *local_options("--coordinator-port", "0")]
+
+    def start(*options: str) -> str:
+        started = run_molink(home, *up, *options)
+        try:
+            return started.stdout + started.stderr
+        finally:
+            run_molink(home, "down")
+
+    assert "Serving tiny with poet from" in start(
+        "--model", str(model), f"--adapter=poet={adapter}"
+    )
+    assert "Serving tiny with poet from" in start()
+    moved = adapter.rename(tmp_path / "moved")
+    refusal = start()
+    assert (
+        f"error: adapter poet: {adapter} is not a folder (--adapters is a saved option" in refusal
+    )
+    assert "config unset adapters" in refusal
+    assert "Serving tiny with ode from" in start(f"--adapter=ode={moved}")
+    assert "Serving tiny from" in start("--model", str(model))
+    assert "Serving tiny from" in start()
+
+
 def _complete(client: openai.OpenAI, model: str) -> Any:
     return client.completions.create(
         model=model, prompt=PROMPT, max_tokens=32, temperature=0, extra_body={"ignore_eos": True}

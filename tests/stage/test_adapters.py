@@ -17,7 +17,7 @@ from molink.stage.linear import AdaptedLinear, PlainLinear
 from molink.stage.stage import Stage
 from tests.support.adapters import ATTENTION, MLP, merge_adapter, stable_scale, write_adapter
 from tests.support.gguf_models import write_gguf
-from tests.support.models import MakeModel
+from tests.support.models import MakeModel, make_embedding_model
 from tests.support.stage import Reference, Ring
 
 BLOCKS = (5, 0, 17, 3, 9, 30, 2, 40, 11, 12)
@@ -34,6 +34,7 @@ KINDS: dict[str, tuple[str, dict[str, Any], tuple[str, ...], dict[str, Any]]] = 
         {},
     ),
     "gemma3": ("gemma3_text", {}, (*ATTENTION, *MLP), {}),
+    "gemma3 that sees": ("gemma3", {}, (*ATTENTION, *MLP), {"layers": (0, 1)}),
     "mixtral attention": ("mixtral", {}, ATTENTION, {}),
     "qwen3_next": ("qwen3_next", {}, ATTENTION, {"layers": (2,)}),
     "lfm2": ("lfm2", {}, ("q_proj", "k_proj", "w1", "w2", "w3"), {}),
@@ -175,6 +176,25 @@ def test_quantized_weights_with_an_adapter(
     base = make_ring(merged[0], quantize="int8").run(tokens, rows)
     # The adapter itself isn't quantized: the difference is the base's rounding.
     assert (logits - wide).abs().mean() < 0.1 * (base - wide).abs().mean()
+
+
+def test_an_adapter_of_an_embedding_model(
+    make_model: MakeModel,
+    tmp_path: Path,
+    make_ring: type[Ring],
+    random_tokens: Callable[..., list[int]],
+) -> None:
+    # Its tensors have no prefix, and those of its adapter neither.
+    base = make_embedding_model(make_model(tmp_path / "base", "qwen3", 3))
+    adapter = write_adapter(tmp_path / "adapter", base)
+    folder = adapt_model("m", base, {"tuned": adapter}, tmp_path / "into")
+    merged = merge_adapter(base, adapter, tmp_path / "merged", {"": 2.0})
+    tokens, last = random_tokens(LENGTH), [LENGTH - 1]
+    for number, other in enumerate((base, merged)):
+        rows = [SequenceRows(0, LENGTH, BLOCKS, adapter=number)]
+        found = make_ring(folder, (1,)).run(tokens, rows, last)
+        expected = make_ring(other).run(tokens, [SequenceRows(0, LENGTH, BLOCKS)], last)
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
 
 
 def test_an_adapter_of_a_model_in_gguf(

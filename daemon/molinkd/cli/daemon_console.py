@@ -52,6 +52,8 @@ class DaemonConsole:
         match event:
             case ModelFoundEvent():
                 text = " (text only; images are not supported)" if event.has_vision else ""
+                if event.adapters:
+                    text += f" with {escape(', '.join(event.adapters))}"
                 named = f"[bold]{escape(event.model)}[/bold]{text}"
                 self._print_markup(f"Serving {named} from {escape(event.path)}")
             case DaemonStartedEvent():

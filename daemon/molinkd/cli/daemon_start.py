@@ -128,7 +128,8 @@ def _unset_hint(error: str, remembered: Mapping[str, Any], home: Home) -> str:
     """Return a hint if an error names a saved option."""
     for name in remembered:
         option = f"--{name.replace('_', '-')}"
-        if re.search(rf"{option}\b", error):
+        words = r"\badapters?\b" if name == "adapters" else rf"{option}\b"
+        if re.search(words, error):
             forget = home.format_command(f"config unset {name}")
             return f" ({option} is a saved option; {forget} removes it)"
     return ""

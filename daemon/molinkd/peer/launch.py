@@ -44,6 +44,8 @@ class ModelFoundEvent(DaemonEvent, frozen=True, kw_only=True, tag="serving"):
     path: str
     #: Whether the model accepts images, which are not supported.
     has_vision: bool = False
+    #: Names of its adapters.
+    adapters: tuple[str, ...] = ()
 
 
 class DaemonStartedEvent(DaemonEvent, frozen=True, kw_only=True, tag="listening"):

@@ -120,7 +120,10 @@ class Bootstrap:
         self._source = source
         self._announce(
             ModelFoundEvent(
-                model=source.name, path=str(source.path), has_vision=folder.config.has_vision
+                model=source.name,
+                path=str(source.path),
+                has_vision=folder.config.has_vision,
+                adapters=tuple(adapter.name for adapter in folder.config.adapters),
             )
         )
         for note in folder.config.notes:
