@@ -11,7 +11,7 @@ from molink.checkpoint.config_fields import ConfigFields, read_json
 from molink.checkpoint.families import ARCHITECTURES, CONFIG_DEFAULTS, Family, parse_traits
 from molink.checkpoint.low_bit import LowBitScheme, parse_low_bit
 from molink.checkpoint.model_task import GENERATE, ModelTask, read_task
-from molink.checkpoint.multimodal import TEXT_MODELS, extract_text_config
+from molink.checkpoint.multimodal import FLAT_MODELS, TEXT_MODELS, extract_text_config
 from molink.checkpoint.prequantized import parse_quantized
 from molink.checkpoint.rope import MAX_MODEL_LEN
 from molink.checkpoint.traits import FamilyTraits
@@ -203,7 +203,7 @@ def _find_family(raw: Mapping[str, Any], where: str, task: ModelTask) -> Family:
     if not isinstance(name, str):
         raise BrokenModel(f"{where}: architectures is missing")
     if name not in ARCHITECTURES:
-        known = ", ".join((*ARCHITECTURES, *TEXT_MODELS))
+        known = ", ".join((*ARCHITECTURES, *TEXT_MODELS, *FLAT_MODELS))
         raise UnsupportedModel(
             f"{where}: architecture {name} is not supported; supported are: {known}"
         )

@@ -10,8 +10,8 @@ from molink.errors import BrokenModel, UnsupportedModel
 _MAX_EXPERTS = 1024
 _MAX_EXPERTS_OF_MODEL = 2**16
 MAX_EXPERT_SIZE = 2**20
-#: Scores of a row's experts: probabilities, or each by itself.
-Scoring = Literal["softmax", "sigmoid"]
+#: Scores of a row's experts: probabilities, each by itself, or one expert after the other.
+Scoring = Literal["softmax", "sigmoid", "sparsemixer"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +24,10 @@ class Routing:
     highest sums of their ``group_voters`` (1 or 2) best experts take part (DeepSeek-V3, arXiv
     2412.19437, §2.1.2). An expert's weight is its score; with ``renormalize`` divided by the sum of
     the row's, which is at least ``min_sum``; times ``scale``.
+
+    ``sparsemixer`` (arXiv 2409.12136) chooses experts one after the other. The best one's weight is
+    its probability among those whose logits are close to its own: the difference is at most twice
+    ``jitter`` of the larger magnitude. Then it is left out.
     """
 
     num_experts: int
@@ -36,6 +40,7 @@ class Routing:
     group_voters: int = 2
     min_sum: float = 0.0
     scale: float = 1.0
+    jitter: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,6 +139,16 @@ def granite_hybrid_experts(fields: ConfigFields, layers: int) -> ExpertsConfig |
 def mixtral_experts(fields: ConfigFields, layers: int) -> ExpertsConfig:
     """Mixtral: as Granite, with other names."""
     return replace(granite_experts(fields, layers), gate="gate", gate_up=("w1", "w3"), down="w2")
+
+
+def phi_experts(fields: ConfigFields, layers: int) -> ExpertsConfig:
+    """Phi-3.5-MoE: Mixtral's names, experts chosen one after the other."""
+    return replace(
+        mixtral_experts(fields, layers),
+        renormalize=False,
+        scoring="sparsemixer",
+        jitter=fields.get_positive("router_jitter_noise", 0.01),
+    )
 
 
 def qwen_experts(fields: ConfigFields, layers: int) -> ExpertsConfig:

@@ -12,6 +12,8 @@ Supported ``architectures``:
 - ``Olmo2ForCausalLM``, ``Olmo3ForCausalLM``: norms after attention and MLP only, query and key
   norms over all heads; OLMo 3 with windows
 - ``MistralForCausalLM``, ``MinistralForCausalLM``: sliding windows
+- ``InternLM3ForCausalLM``: Llama with other names of its biases
+- ``PhimoeForCausalLM`` (Phi-3.5-MoE): LayerNorm, biases of logits, experts chosen one by one
 - ``Ministral3ForCausalLM``, ``Mistral4ForCausalLM``: queries that grow with their position; the
   latter with latent attention
 - ``Qwen2ForCausalLM`` (also 2.5), ``Qwen3ForCausalLM``: windows in some layers
@@ -89,6 +91,8 @@ Family = Literal[
     "ministral",
     "ministral3",
     "mistral4",
+    "internlm3",
+    "phimoe",
 ]
 
 #: ``architectures`` entry → family, which is also its ``model_type``.
@@ -134,6 +138,10 @@ ARCHITECTURES: dict[str, Family] = {
     "MinistralForCausalLM": "ministral",
     "Ministral3ForCausalLM": "ministral3",
     "Mistral4ForCausalLM": "mistral4",
+    "InternLM3ForCausalLM": "internlm3",
+    # As the hub has it, and transformers.
+    "PhiMoEForCausalLM": "phimoe",
+    "PhimoeForCausalLM": "phimoe",
 }
 _GLM_DEFAULTS = {
     "head_dim": 128,
@@ -226,6 +234,8 @@ CONFIG_DEFAULTS: dict[Family, dict[str, Any]] = {
     "minimax_m2": {"num_local_experts": 256, "num_experts_per_tok": 8},
     "hunyuan_v1_dense": {"rms_norm_eps": 1e-5},
     "hunyuan_v1_moe": {"rms_norm_eps": 1e-5},
+    "internlm3": {"rms_norm_eps": 1e-5},
+    "phimoe": {"rms_norm_eps": 1e-5, "num_local_experts": 16},
     "ministral3": {
         "head_dim": 128,
         "rms_norm_eps": 1e-5,
@@ -305,6 +315,8 @@ _FAMILIES: dict[Family, Callable[[ConfigFields, int], FamilyTraits]] = {
     "ministral": family_traits.ministral,
     "ministral3": family_traits.ministral3,
     "mistral4": mixture_traits.mistral4,
+    "internlm3": family_traits.internlm3,
+    "phimoe": mixture_traits.phimoe,
     "gemma2": family_traits.gemma2,
     "gemma3_text": family_traits.gemma3,
 }

@@ -55,6 +55,19 @@ def llama(fields: ConfigFields, layers: int) -> FamilyTraits:
     )
 
 
+def internlm3(fields: ConfigFields, layers: int) -> FamilyTraits:
+    """InternLM 3: Llama, whose biases of queries, keys and values are told apart."""
+    refuse_windows(fields)
+    biased = fields.get_boolean("bias", fields.get_boolean("mlp_bias", False))
+    queries = fields.get_boolean("attention_bias", False)
+    return replace(
+        base_traits(fields, layers, head_dim=128),
+        attention_bias=fields.get_boolean("qkv_bias", queries),
+        output_bias=biased,
+        mlp_bias=biased,
+    )
+
+
 def granite(fields: ConfigFields, layers: int) -> FamilyTraits:
     """Llama with factors."""
     return scale_granite(llama(fields, layers), fields)

@@ -19,6 +19,7 @@ from molink.checkpoint.experts import (
     minimax_experts,
     mistral4_experts,
     mixtral_experts,
+    phi_experts,
     qwen_experts,
     shared_qwen_experts,
 )
@@ -32,7 +33,12 @@ from molink.checkpoint.family_traits import (
     scale_granite,
 )
 from molink.checkpoint.recurrent import parse_mamba2, parse_mamba_layers
-from molink.checkpoint.rope import RopeDefaults, parse_query_scaling, parse_rope
+from molink.checkpoint.rope import (
+    RopeDefaults,
+    parse_query_scaling,
+    parse_rope,
+    parse_scaled_longrope,
+)
 from molink.checkpoint.trait_fields import (
     MAX_HEADS,
     base_traits,
@@ -85,6 +91,21 @@ def mixtral(fields: ConfigFields, layers: int) -> FamilyTraits:
         base_traits(fields, layers, rope=parse_rope(fields, RopeDefaults(theta=1e6))),
         windows=parse_uniform_windows(fields, layers, None),
         experts=mixtral_experts(fields, layers),
+    )
+
+
+def phimoe(fields: ConfigFields, layers: int) -> FamilyTraits:
+    """Phi-3.5-MoE: LayerNorm with biases, experts that are chosen one after the other."""
+    biased = fields.get_boolean("attention_bias", False)
+    rope = parse_scaled_longrope(fields, RopeDefaults(theta=1e6))
+    return replace(
+        base_traits(fields, layers, rope=rope),
+        windows=parse_uniform_windows(fields, layers, None),
+        attention_bias=biased,
+        output_bias=biased,
+        head_bias=fields.get_boolean("lm_head_bias", False),
+        norm_kind="biased layer",
+        experts=phi_experts(fields, layers),
     )
 
 

@@ -17,9 +17,18 @@ TEXT_MODELS = {
     "AyaVisionForConditionalGeneration": "cohere2",
     "Cohere2VisionForConditionalGeneration": "cohere2",
     "Gemma3ForConditionalGeneration": "gemma3_text",
+    "Idefics3ForConditionalGeneration": "llama",
     "Mistral3ForConditionalGeneration": "mistral",
     "Qwen3_5ForConditionalGeneration": "qwen3_5_text",
     "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe_text",
+    "SmolVLMForConditionalGeneration": "llama",
+}
+#: The same where the config has no ``text_config``: the fields are the text model's.
+FLAT_MODELS = {"Phi4MMForCausalLM": "phi3", "Phi4MultimodalForCausalLM": "phi3"}
+#: What absent fields of text models are, unlike elsewhere.
+_TEXT_DEFAULTS = {
+    name: {"rms_norm_eps": 1e-5}
+    for name in ("Idefics3ForConditionalGeneration", "SmolVLMForConditionalGeneration")
 }
 #: Outer fields that concern the text model.
 _OUTER_FIELDS = (
@@ -34,6 +43,7 @@ _TEXT_PREFIXES = {
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
     "model.language_model.": "model.",
+    "model.text_model.": "model.",
     # LFM2
     "model.embedding_norm.": "model.norm.",
 }
@@ -43,8 +53,14 @@ _BARE_NORM = "norm.weight"
 _VISION_PREFIXES = tuple(
     f"{outer}{part}."
     for outer in ("", "model.")
-    for part in ("vision_tower", "vision_model", "visual", "multi_modal_projector")
+    for part in (
+        *("vision_tower", "vision_model", "visual", "multi_modal_projector", "connector"),
+        "embed_tokens_extend",
+    )
 )
+#: Phi-4-multimodal as released: adapters of what sees and hears, and what they are beside.
+_INNER_ADAPTER = re.compile(r".+\.lora_[AB]\.(?:vision|speech)\.weight")
+_ADAPTED_LAYER = ".base_layer."
 
 T = TypeVar("T")
 
@@ -57,14 +73,15 @@ def extract_text_config(raw: Mapping[str, Any], where: str) -> Mapping[str, Any]
     """
     named = raw.get("architectures")
     name = named[0] if isinstance(named, list) and named else None
-    family = TEXT_MODELS.get(name) if isinstance(name, str) else None
-    if family is None:
-        return None
+    if not isinstance(name, str) or name not in TEXT_MODELS:
+        flat = FLAT_MODELS.get(name) if isinstance(name, str) else None
+        return None if flat is None else {**raw, "model_type": flat, "architectures": None}
     inner = ConfigFields(raw, where).get_object("text_config")
     if not inner:
         raise BrokenModel(f"{where}: text_config is missing")
     outer = {key: raw[key] for key in _OUTER_FIELDS if raw.get(key) is not None}
-    return {"model_type": family, **inner, **outer, "architectures": None}
+    defaults = {"model_type": TEXT_MODELS[name], **_TEXT_DEFAULTS.get(name, {})}
+    return {**defaults, **inner, **outer, "architectures": None}
 
 
 def extract_text_tensors(found: Mapping[str, T], where: str) -> dict[str, T]:
@@ -78,7 +95,7 @@ def extract_text_tensors(found: Mapping[str, T], where: str) -> dict[str, T]:
     if bare and _BARE_NORM in found:
         bare.add(_BARE_NORM)
     for name, tensor in found.items():
-        if name.startswith(_VISION_PREFIXES):
+        if name.startswith(_VISION_PREFIXES) or _INNER_ADAPTER.fullmatch(name):
             continue
         ours = f"model.{name}" if name in bare else _text_name(name)
         if ours in named:
@@ -88,6 +105,7 @@ def extract_text_tensors(found: Mapping[str, T], where: str) -> dict[str, T]:
 
 
 def _text_name(name: str) -> str:
+    name = name.replace(_ADAPTED_LAYER, ".")
     for begin, ours in _TEXT_PREFIXES.items():
         if name.startswith(begin):
             return ours + name.removeprefix(begin)

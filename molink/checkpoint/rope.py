@@ -99,6 +99,25 @@ def parse_rope(config: ConfigFields, defaults: RopeDefaults | None = None) -> Ro
     return _parse_scaling(found, config, defaults or RopeDefaults())
 
 
+def parse_scaled_longrope(config: ConfigFields, defaults: RopeDefaults) -> RopeConfig:
+    """Parse RoPE settings that state the factor of LongRoPE (Phi-3.5-MoE).
+
+    Raises:
+        UnsupportedModel: it differs between short and long contexts, or as :func:`parse_rope`.
+        BrokenModel: as there.
+    """
+    found = config.get_object("rope_parameters") or config.get_object("rope_scaling")
+    inner = ConfigFields(found, f"{config.where}: rope settings")
+    short, long = (inner.get_optional_number(f"{kind}_mscale") for kind in ("short", "long"))
+    if short != long:
+        raise UnsupportedModel(
+            f"{inner.where}: short_mscale {short} and long_mscale {long} differ, which is not "
+            "supported"
+        )
+    stated = {} if short is None else {"attention_factor": short}
+    return _parse_scaling({**found, **stated}, config, defaults)
+
+
 def parse_query_scaling(config: ConfigFields, rope: RopeConfig) -> QueryScaling | None:
     """Parse how queries grow beyond the trained length (Ministral 3); ``None`` if they don't.
 

@@ -10,6 +10,7 @@ from molink.errors import BrokenModel
 EMBEDDING_NAME = "model.embed_tokens.weight"
 FINAL_NORM_NAME = "model.norm"
 OUTPUT_HEAD_NAME = "lm_head.weight"
+OUTPUT_BIAS_NAME = "lm_head.bias"
 SINKS_NAME = "self_attn.sinks"
 #: Latent attention: norms of latents, and projections from these.
 QUERY_NORM_NAME, KEY_NORM_NAME = "self_attn.q_a_layernorm", "self_attn.kv_a_layernorm"
@@ -220,7 +221,8 @@ def last_stage_tensors(config: ModelConfig) -> TensorShapes:
     if not config.has_output_head:
         return norm
     head = EMBEDDING_NAME if config.tied_embeddings else OUTPUT_HEAD_NAME
-    return norm | {head: (config.vocab_size, config.hidden_size)}
+    bias: TensorShapes = {OUTPUT_BIAS_NAME: (config.vocab_size,)} if config.head_bias else {}
+    return norm | {head: (config.vocab_size, config.hidden_size)} | bias
 
 
 def stage_tensors(config: ModelConfig, first: int, last: int) -> TensorShapes:

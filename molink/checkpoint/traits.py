@@ -69,7 +69,8 @@ class LatentShape:
 class FamilyTraits:
     """Traits in which families differ.
 
-    Attention: ``attention_bias`` is for q, k and v, ``output_bias`` for o; ``attention_scale``
+    Attention: ``attention_bias`` is for q, k and v, ``output_bias`` for o,
+    ``head_bias`` for logits; ``attention_scale``
     multiplies q·k. ``windows`` is per layer, 0 = full attention. ``sliding_rope`` applies to
     sliding-window layers if set; ``unrotated_layers`` have no RoPE. With ``interleaved_rope``,
     pairs of neighbours are rotated, else dimensions half the rotated size apart.
@@ -118,6 +119,7 @@ class FamilyTraits:
     attention_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
+    head_bias: bool = False
     latent: LatentShape | None = None
     gated_heads: bool = False
     recurrent: RecurrentShape | None = None

@@ -409,6 +409,17 @@ def _cohere2_config(about: ArchMetadata) -> dict[str, Any]:
     }
 
 
+def _phimoe_config(about: ArchMetadata) -> dict[str, Any]:
+    return {
+        **_phi3_config(about),
+        "architectures": ["PhimoeForCausalLM"],
+        "attention_bias": "blk.0.attn_q.bias" in about.file.tensors,
+        "lm_head_bias": "output.bias" in about.file.tensors,
+        "num_local_experts": about.get_integer("expert_count"),
+        "num_experts_per_tok": about.get_integer("expert_used_count"),
+    }
+
+
 def _phi3_config(about: ArchMetadata) -> dict[str, Any]:
     window = about.metadata.get_index(about.full_key("attention.sliding_window"))
     return {"architectures": ["Phi3ForCausalLM"], "sliding_window": window or None}
@@ -473,6 +484,7 @@ FAMILY_CONFIGS: dict[str, Callable[[ArchMetadata], dict[str, Any]]] = {
     "qwen35moe": _qwen35_moe_config,
     "command-r": _command_r_config,
     "cohere2": _cohere2_config,
+    "phimoe": _phimoe_config,
     "phi3": _phi3_config,
     "gemma2": _gemma2_config,
     "gemma3": _gemma3_config,

@@ -20,6 +20,8 @@ _MODEL_TENSORS = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
+    "output_norm.bias": "model.norm.bias",
+    "output.bias": "lm_head.bias",
     # LFM2's last norm
     "token_embd_norm.weight": "model.norm.weight",
 }
@@ -146,6 +148,7 @@ _FAMILY_MODULES = {
     "Dots1": _DEEPSEEK_MODULES,
     "Ernie4_5_Moe": _DEEPSEEK_MODULES,
     "MiniMaxM2": _MIXTRAL_MODULES,
+    "Phimoe": _MIXTRAL_MODULES,
     "HunYuanDenseV1": _HUNYUAN_MODULES,
     "HunYuanMoEV1": _HUNYUAN_MODULES,
     "Lfm2": _LFM2_MODULES,
@@ -194,6 +197,7 @@ _FAMILY_EXPERTS = {
     "GptOss": _GPT_OSS_EXPERTS,
     "Mixtral": _MIXTRAL_EXPERTS,
     "MiniMaxM2": _MIXTRAL_EXPERTS,
+    "Phimoe": _MIXTRAL_EXPERTS,
     "GraniteMoe": _SPARSE_EXPERTS,
     "GraniteMoeHybrid": _SPARSE_EXPERTS,
 }

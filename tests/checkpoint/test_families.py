@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from molink.checkpoint.config import ModelConfig
 from molink.checkpoint.families import ARCHITECTURES
 from molink.checkpoint.rope import QueryScaling
-from molink.checkpoint.tensor_layout import layer_tensors
+from molink.checkpoint.tensor_layout import last_stage_tensors, layer_tensors
 from molink.errors import BrokenModel, UnsupportedModel
 
 SIZES = {
@@ -514,6 +514,31 @@ def test_ministral_has_windows_where_listed(load: Callable[..., Any]) -> None:
     assert load("ministral").windows == (4096,) * 4
 
 
+def test_internlm3_tells_biases_apart(load: Callable[..., Any]) -> None:
+    config = load("internlm3", qkv_bias=True, bias=False)
+    assert (config.attention_bias, config.output_bias, config.mlp_bias) == (True, False, False)
+    assert (config.head_dim, config.norm_eps) == (128, 1e-5)
+    assert load("internlm3", attention_bias=True, mlp_bias=True, head_dim=64).output_bias
+
+
+def test_phimoe_as_on_the_hub(load: Callable[..., Any]) -> None:
+    lists = {"short_factor": [1.0] * 12, "long_factor": [4.0] * 12}
+    scaling = {"type": "longrope", **lists, "short_mscale": 1.25, "long_mscale": 1.25}
+    scaling |= {"original_max_position_embeddings": 4096}
+    fields = {"rope_scaling": scaling, "lm_head_bias": True, "attention_bias": True}
+    config = load("phimoe", architectures=["PhiMoEForCausalLM"], **fields)
+    assert (config.rope.kind, config.rope.attention_factor) == ("longrope", 1.25)
+    assert (config.experts.scoring, config.experts.jitter) == ("sparsemixer", 0.01)
+    assert (config.experts.num_experts, config.experts.top_k) == (16, 2)
+    assert last_stage_tensors(config) == {
+        "model.norm.weight": (96,),
+        "model.norm.bias": (96,),
+        "lm_head.weight": (1000, 96),
+        "lm_head.bias": (1000,),
+    }
+    assert layer_tensors(config, 0)["model.layers.0.input_layernorm.bias"] == (96,)
+
+
 def test_gpt_oss_as_on_the_hub(load: Callable[..., Any]) -> None:
     config = load(
         "gpt_oss",
@@ -723,6 +748,7 @@ def test_gemma3_in_both_spellings(load: Callable[..., Any]) -> None:
             {"rope_parameters": {"partial_rotary_factor": 0.25}},
             "partial_rotary_factor 0.25 of 128 dimensions is not qk_rope_head_dim 64",
         ),
+        ("phimoe", {"router_jitter_noise": 0}, "router_jitter_noise must be positive"),
         ("cohere", {"logit_scale": 0}, "logit_scale must be positive"),
         ("cohere2", {"layer_norm_eps": -1}, "layer_norm_eps -1.* must be positive"),
         ("cohere2", {"sliding_window": None}, "no sliding_window"),
@@ -815,6 +841,11 @@ def test_impossible_fields_are_named(
         ("mixtral", {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ("qwen2_moe", {"use_sliding_window": True}, "sliding_attention"),
         ("cohere", {"layer_types": [SLIDING] * 4}, "sliding_attention"),
+        (
+            "phimoe",
+            {"rope_scaling": {"type": "longrope", "short_mscale": 1.1, "long_mscale": 1.2}},
+            "short_mscale 1.1 and long_mscale 1.2 differ",
+        ),
         ("cohere2", {"use_qk_norm": True}, "use_qk_norm"),
         ("gpt_oss", {"swiglu_alpha": 1.0}, "swiglu_alpha 1.0"),
         ("gpt_oss", {"hidden_act": "gelu"}, "hidden_act 'gelu'"),

@@ -1,5 +1,6 @@
 """Families beyond Llama's own give what transformers gives: whole, split, in chunks, in batches."""
 
+import json
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load, save_file
 from torch import Tensor
 
 from molink.stage.batch import SequenceRows
@@ -226,6 +228,26 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5_moe": ("qwen3_5_moe_text", {}),
     "ministral": ("ministral", {"layer_types": [SLIDING, FULL, FULL, SLIDING]}),
     "ministral everywhere": ("ministral", {}),
+    "phimoe": ("phimoe", {}),
+    "phimoe unbiased": (
+        "phimoe",
+        {
+            "attention_bias": False,
+            "lm_head_bias": False,
+            "router_jitter_noise": 0.01,
+            "rope_parameters": LONGROPE
+            | {
+                "rope_theta": 10000.0,
+                "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7],
+                "long_factor": [1.0, 2.0, 4.0, 8.0, 12.0, 16.0, 20.0, 24.0],
+                "short_mscale": 1.25,
+                "long_mscale": 1.25,
+                "original_max_position_embeddings": 256,
+            },
+        },
+    ),
+    "smolvlm": ("smolvlm", {}),
+    "internlm3": ("internlm3", {"attention_bias": True, "mlp_bias": True}),
     "ministral3": ("ministral3", {}),
     "ministral3 windowed": ("ministral3", {"sliding_window": 9, "tie_word_embeddings": True}),
     "ministral3 that sees": ("mistral3", {**MINISTRAL3, "model_type": "ministral3"}),
@@ -305,6 +327,7 @@ KINDS = (
     "cohere2",
     "ministral3",
     "mistral4",
+    "phimoe",
 )
 BLOCKS = (5, 0, 17, 3, 9, 30, 2, 40, 11, 12, 13, 21, 22, 23, 1, 4, 6, 7, 8, 10)
 LENGTH = 75
@@ -346,6 +369,52 @@ def test_logits_and_greedy_text(
         logits = ring.run(tokens, [SequenceRows(0, LENGTH, BLOCKS)])
         torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
         assert ring.generate(tokens, 64, BLOCKS) == greedy
+
+
+def test_internlm3_as_on_the_hub(
+    make_model: MakeModel,
+    tmp_path: Path,
+    make_ring: type[Ring],
+    random_tokens: Callable[..., list[int]],
+) -> None:
+    folder = make_model(tmp_path, "internlm3", 3, attention_bias=True, mlp_bias=True)
+    tokens, rows = random_tokens(30), [SequenceRows(0, 30, BLOCKS)]
+    expected = make_ring(folder, (1,)).run(tokens, rows)
+    path = folder / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    assert config["architectures"] == ["LlamaForCausalLM"]
+    config |= {"architectures": ["InternLM3ForCausalLM"], "qkv_bias": True, "bias": True}
+    del config["attention_bias"], config["mlp_bias"]
+    path.write_text(json.dumps(config), encoding="utf-8")
+    assert torch.equal(make_ring(folder, (1,)).run(tokens, rows), expected)
+
+
+def test_phi4_multimodal_without_what_sees_and_hears(
+    make_model: MakeModel,
+    tmp_path: Path,
+    make_ring: type[Ring],
+    make_reference: type[Reference],
+    random_tokens: Callable[..., list[int]],
+) -> None:
+    folder = make_model(tmp_path, "phi3", 3, **PHI4_MINI, original_max_position_embeddings=256)
+    tokens, rows = random_tokens(30), [SequenceRows(0, 30, BLOCKS)]
+    expected = make_reference(folder).logits(tokens)
+    weights, path = folder / "model.safetensors", folder / "config.json"
+    stored = {"model.embed_tokens_extend.audio_embed.weight": torch.ones(3)}
+    for name, tensor in load(weights.read_bytes()).items():
+        module = name.removesuffix(".weight")
+        if not module.endswith("_proj"):
+            stored[name] = tensor
+            continue
+        stored[f"{module}.base_layer.weight"] = tensor
+        for part in ("vision", "speech"):
+            stored |= {f"{module}.lora_{side}.{part}.weight": torch.ones(2, 2) for side in "AB"}
+    save_file(stored, weights, {"format": "pt"})
+    config = json.loads(path.read_text(encoding="utf-8"))
+    config |= {"architectures": ["Phi4MMForCausalLM"], "model_type": "phi4mm"}
+    path.write_text(json.dumps(config), encoding="utf-8")
+    logits = make_ring(folder, (1,)).run(tokens, rows)
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
 
 
 def test_experts_in_stacks_are_those_of_separate_tensors(

@@ -84,6 +84,7 @@ CASES: dict[str, tuple[str, Kind, dict[str, Any]]] = {
         },
     ),
     "ministral3": ("ministral3", Kind.Q8_0, {}),
+    "phimoe": ("phimoe", Kind.Q4_0, {"router_jitter_noise": 0.01}),
     "cohere": ("cohere", Kind.Q8_0, {"use_qk_norm": True, "tie_word_embeddings": True}),
     "cohere2": ("cohere2", Kind.Q4_0, {"num_hidden_layers": 5, "tie_word_embeddings": True}),
     "granitemoe": ("granitemoe", Kind.Q4_0, {}),

@@ -101,6 +101,15 @@ FAMILY_FIELDS: dict[str, dict[str, Any]] = {
     },
     "olmo3": {"sliding_window": 9},
     "ministral": {"sliding_window": 9},
+    "phimoe": {
+        "num_local_experts": 6,
+        "intermediate_size": 32,
+        "attention_bias": True,
+        "lm_head_bias": True,
+        # Experts within half of the best one.
+        "router_jitter_noise": 0.25,
+    },
+    "smolvlm": {"model_type": "llama"},
     "ministral3": MINISTRAL3,
     "cohere": {"logit_scale": 2.0},
     "cohere2": {"logit_scale": 2.0, "sliding_window": 9},
@@ -218,6 +227,7 @@ FAMILY_FIELDS: dict[str, dict[str, Any]] = {
 SIGHT: dict[str, dict[str, Any]] = {
     "gemma3": {"model_type": "siglip_vision_model", "image_size": 28},
     "mistral3": {"model_type": "pixtral", "image_size": 28, "head_dim": 16},
+    "smolvlm": {"model_type": "smolvlm_vision", "image_size": 28},
     "aya_vision": {"model_type": "siglip_vision_model", "image_size": 28},
     "cohere2_vision": {"model_type": "siglip_vision_model", "image_size": 28},
     "qwen3_5": {"model_type": "qwen3_5_vision", "out_hidden_size": 64},

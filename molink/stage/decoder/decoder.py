@@ -165,5 +165,5 @@ def load_decoder(
         embedding = reader.load_embedding(EMBEDDING_NAME)
     if closes and head is None and config.has_output_head:
         name = EMBEDDING_NAME if config.tied_embeddings else OUTPUT_HEAD_NAME
-        head = reader.load_projection([name.removesuffix(".weight")], False)
+        head = reader.load_projection([name.removesuffix(".weight")], config.head_bias)
     return Decoder(config, embedding, tuple(blocks), norm, head, scale)

@@ -30,6 +30,8 @@ class ExpertRouter:
     def choose(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Return weights (float32) and experts (int64) of rows, both ``[T, top_k]``."""
         routing, logits = self.routing, self.compute_logits(rows)
+        if routing.scoring == "sparsemixer":
+            return _choose_in_turn(logits.float(), routing)
         if routing.scoring == "sigmoid":
             scores = logits.float().sigmoid()
         else:
@@ -46,12 +48,28 @@ class ExpertRouter:
         return (weights if routing.scale == 1.0 else weights * routing.scale), experts
 
     def choose_on_gpu(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """The same by one kernel; experts are int32."""
+        """The same by one kernel, if it has the scoring; experts are int32."""
+        if self.routing.scoring == "sparsemixer":
+            weights, experts = self.choose(rows)
+            return weights, experts.int()
         return choose_experts(self.compute_logits(rows), self.routing, self.correction)
 
     @property
     def nbytes(self) -> int:
         return self.projection.nbytes + total_bytes(self.correction)
+
+
+def _choose_in_turn(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
+    """Choose experts by ``logits`` ``[T, experts]`` one after the other; see :class:`.Routing`."""
+    left, weights, experts = logits, [], []
+    for _ in range(routing.top_k):
+        best, expert = left.max(dim=-1, keepdim=True)
+        distance = (best - logits) / logits.abs().maximum(best)
+        near = left.masked_fill(distance > 2 * routing.jitter, -torch.inf)
+        weights.append(near.softmax(dim=-1).gather(-1, expert))
+        experts.append(expert)
+        left = left.scatter(-1, expert, -torch.inf)
+    return torch.cat(weights, dim=-1), torch.cat(experts, dim=-1)
 
 
 def _keep_best_groups(rated: Tensor, routing: Routing) -> Tensor:
