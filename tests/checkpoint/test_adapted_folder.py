@@ -68,6 +68,21 @@ def test_copies_where_there_are_no_links(
     assert (folder / "config.json").stat().st_ino != (pristine / "config.json").stat().st_ino
 
 
+def test_a_model_of_links_as_in_the_hub_s_cache(
+    pristine: Path, adapter: Path, tmp_path: Path
+) -> None:
+    snapshot = tmp_path / "snapshot"
+    snapshot.mkdir()
+    for file in pristine.iterdir():
+        try:
+            (snapshot / file.name).symlink_to(file)
+        except OSError:
+            pytest.skip("no symbolic links here")
+    folder = adapt_model("m", snapshot, {"one": adapter}, tmp_path / "into")
+    assert not any(file.is_symlink() for file in folder.iterdir())
+    assert ModelFolder.open(folder).config.adapters
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_numbers_that_are_none(pristine: Path, tmp_path: Path, dtype: str, value: float) -> None:

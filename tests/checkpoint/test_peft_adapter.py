@@ -235,3 +235,36 @@ def test_config_that_is_not_an_object(adapter: Path, config: ModelConfig) -> Non
     (adapter / "adapter_config.json").write_text(json.dumps([1]), encoding="utf-8")
     with pytest.raises(BrokenModel, match="expected a JSON object"):
         PeftAdapter.open(adapter, "tuned", config)
+
+
+_FIELDS = (
+    "peft_type", "r", "lora_alpha", "target_modules", "bias", "use_rslora", "rank_pattern",
+    "alpha_pattern", "init_lora_weights", "use_dora", "modules_to_save", "layer_replication",
+    "fan_in_fan_out", "something_new",
+)  # fmt: skip
+_ODD = (
+    "null", "true", "false", "-1", "0", "1e999", "-1e999", "1e308", "NaN", "9" * 400, '"x"',
+    '"\\u0000"', '"\\ud800"', "[]", "{}", "[[[]]]", '[""]', '{"": 1}', '{"q_proj": "a"}',
+    '{"q_proj": 1e999}', '{"v_proj": 3}', '{"x": {"y": []}}', '["q_proj", "v_proj"]',
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("field", _FIELDS)
+def test_odd_values_are_refused_in_one_line_or_read(
+    adapter: Path, config: ModelConfig, field: str
+) -> None:
+    path = adapter / "adapter_config.json"
+    raw = json.loads(path.read_text(encoding="utf-8"))
+    raw.pop(field, None)
+    start = json.dumps(raw)[:-1]
+    refusals = []
+    for odd in _ODD:
+        path.write_text(f'{start}, "{field}": {odd}}}', encoding="utf-8")
+        try:
+            found = PeftAdapter.open(adapter, "tuned", config)
+        except ModelError as error:
+            refusals.append(str(error))
+        else:
+            assert all(abs(module.scale) <= 1e4 for module in found.adapter.modules)
+    assert all("\n" not in text and len(text) < 1000 for text in refusals)
+    assert bool(refusals) is (field != "something_new")
