@@ -166,9 +166,7 @@ class Daemon:
         scanner = DiscoveryScanner(self._settings, leadership)
         stack.push_async_callback(scanner.close)
         scanner.start()
-        leadership.save_models(
-            [bootstrap.model, *bootstrap.extra_models] if bootstrap.model else []
-        )
+        self._save_models(leadership, bootstrap, record)
         measured = await measuring
         await hashing
         self._model_loader = self._make_model_loader(bootstrap.model, keys, repository, leadership)
@@ -221,6 +219,17 @@ class Daemon:
         """The launch for another model."""
         settings = msgspec.structs.replace(self._settings, adapters=adapters)
         return msgspec.structs.replace(self._launch, model=model, settings=settings)
+
+    def _save_models(
+        self, leadership: Leadership, bootstrap: Bootstrap, record: MembershipRecord | None
+    ) -> None:
+        """Store the membership and the models of this run; a model that was named on the command
+        line has the adapters named with it.
+        """
+        adapters = record.adapters if record is not None else {}
+        kept = {name: those for name, those in adapters.items() if name != self._launch.model}
+        models = [bootstrap.model, *bootstrap.extra_models] if bootstrap.model else []
+        leadership.save_models(models, kept)
 
     def _applied_launches(
         self, record: MembershipRecord | None, models: Sequence[str]

@@ -104,7 +104,8 @@ class Bootstrap:
             self.is_resumed = before is not None and self.model == before
             if known is not None and self.is_resumed and self.model is not None:
                 self.extra_models = known.extra_models
-                self._adapters = self._adapters or known.adapters.get(self.model, {})
+                if self._launch.model is None:
+                    self._adapters = self._adapters or known.adapters.get(self.model, {})
         elif self.model is None:
             return
         from molink.text.tokenizer import Tokenizer

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from molink.checkpoint import model_source
 from molink.checkpoint import quantize_check as module
@@ -252,6 +253,10 @@ async def test_applied_adapters_are_served_after_a_restart(model: Path, tmp_path
         adapters={str(model): {"poet": adapter}},
     )
     record.save(Home(tmp_path / "home").membership)
-    await bootstrap.find_model()
-    assert bootstrap.path is not None
-    assert [one.name for one in read_adapters(bootstrap.path)] == ["poet"]
+    for launched, names in ((None, ["poet"]), (str(model), [])):
+        # Named again, without adapters, it has none.
+        bootstrap._launch = structs.replace(bootstrap._launch, model=launched)
+        bootstrap._adapters = {}
+        await bootstrap.find_model()
+        assert bootstrap.path is not None
+        assert [one.name for one in read_adapters(bootstrap.path)] == names
