@@ -86,11 +86,11 @@ def test_a_model_of_links_as_in_the_hub_s_cache(
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_numbers_that_are_none(pristine: Path, tmp_path: Path, dtype: str, value: float) -> None:
-    from safetensors.torch import load_file, save_file
+    from safetensors.torch import load, save_file
 
     adapter = write_adapter(tmp_path / "adapter", pristine, ("q_proj",), dtype=dtype)
     path = adapter / "adapter_model.safetensors"
-    tensors = load_file(path)
+    tensors = load(path.read_bytes())
     name = "base_model.model.model.layers.1.self_attn.q_proj.lora_B.weight"
     tensors[name][5, 1] = value
     save_file(tensors, path)

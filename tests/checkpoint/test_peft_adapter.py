@@ -31,9 +31,9 @@ def config(pristine: Path) -> ModelConfig:
 
 
 def _edit_tensors(folder: Path, edit: Callable[[dict[str, Any]], None]) -> None:
-    from safetensors.torch import load_file, save_file
+    from safetensors.torch import load, save_file
 
-    tensors = load_file(folder / "adapter_model.safetensors")
+    tensors = load((folder / "adapter_model.safetensors").read_bytes())
     edit(tensors)
     save_file(tensors, folder / "adapter_model.safetensors")
 

@@ -68,12 +68,13 @@ def merge_adapter(model: Path, adapter: Path, into: Path, scales: Mapping[str, f
 
     ``scales`` has the scale by the end of a projection's name; the first that fits counts.
     """
-    from safetensors.torch import load_file, save_file
+    from safetensors.torch import load, load_file, save_file
 
     shutil.copytree(model, into)
     matrices = load_file(adapter / "adapter_model.safetensors")
     for file in sorted(into.glob("*.safetensors")):
-        tensors = load_file(file)
+        # Windows writes no file that is mapped.
+        tensors = load(file.read_bytes())
         for name, weight in tensors.items():
             start = f"{_PREFIX}{name.removesuffix('.weight')}.lora_"
             if f"{start}A.weight" in matrices:
