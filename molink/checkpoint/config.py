@@ -23,7 +23,7 @@ from molink.facts.model import Quantize
 
 _DTYPES: dict[str, WeightDType] = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 #: What configs call the number that keeps norms finite.
-_NORM_EPS = ("rms_norm_eps", "norm_eps", "layer_norm_eps")
+_NORM_EPS = ("rms_norm_eps", "norm_eps", "layer_norm_eps", "layer_norm_epsilon")
 #: Larger extents mean a damaged config; the limits also bound allocations.
 _MAX_LAYERS = 4096
 _MAX_HIDDEN = 2**17
@@ -100,7 +100,8 @@ def _build_config(
     _refuse_other_attention(raw, where, task)
     fields = ConfigFields({**CONFIG_DEFAULTS.get(family, {}), **raw}, where)
     hidden = fields.get_integer("hidden_size", maximum=_MAX_HIDDEN)
-    layers = fields.get_integer("num_hidden_layers", maximum=_MAX_LAYERS)
+    listed = fields.get_strings("layers_block_type")
+    layers = fields.get_integer("num_hidden_layers", len(listed) if listed else None, _MAX_LAYERS)
     positions = fields.get_integer("max_position_embeddings", 2048, MAX_MODEL_LEN)
     eps = _parse_norm_eps(fields)
     traits = parse_traits(family, fields, layers)

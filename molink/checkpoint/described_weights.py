@@ -81,10 +81,15 @@ def describe_weights(config: ModelConfig, storage: str) -> DescribedWeights:
     Raises:
         BrokenModel: the shape is impossible in that format.
     """
-    kinds: dict[tuple[bool, bool, bool], list[int]] = {}
+    kinds: dict[tuple[bool, bool, bool, bool], list[int]] = {}
     for layer in range(config.layers):
         more = storage == "q4_k_m" and _gets_more_bits(layer, config.layers)
-        kind = layer in config.recurrent_layers, config.layer_experts(layer) is None, more
+        kind = (
+            layer in config.recurrent_layers,
+            config.has_mlp(layer),
+            config.layer_experts(layer) is None,
+            more,
+        )
         kinds.setdefault(kind, []).append(layer)
     ends = first_stage_tensors(config) | last_stage_tensors(config)
     tensors = _stored_tensors(ends, config, storage, more_bits=False)

@@ -50,7 +50,8 @@ class ExpertsConfig(Routing):
     Layers in ``dense_layers`` have a plain MLP. ``module``, ``gate``, ``correction``, ``gate_up``,
     ``down``, ``shared`` and ``shared_gate`` are parts of tensor names; ``gate_up`` may be one name
     for both. Corrections have ``correction_dims`` dimensions, of which the last counts experts.
-    With ``has_bias`` all projections have biases, including the router. With ``has_wide_router``
+    With ``has_bias`` all projections have biases, including the router. Unless experts are
+    ``is_gated``, ``gate_up`` is the up projection alone. With ``has_wide_router``
     it computes in float32: 16 bits don't tell close scores apart. A shared expert of
     ``shared_intermediate_size`` (0 = none; several count as one) processes all rows; with
     ``shared_gate`` it is weighted by a gate of its own. ``shared_names`` are whole names of its
@@ -66,6 +67,7 @@ class ExpertsConfig(Routing):
     gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
     down: str = "down_proj"
     has_bias: bool = False
+    is_gated: bool = True
     has_wide_router: bool = False
     shared_intermediate_size: int = 0
     shared: str = "shared_experts"
@@ -290,6 +292,21 @@ def ernie_experts(fields: ConfigFields, layers: int) -> ExpertsConfig:
         * fields.get_count("moe_num_shared_experts", 2, _MAX_EXPERTS),
     )
     return _check_experts(experts, layers, fields.where)
+
+
+def nemotron_experts(
+    fields: ConfigFields, layers: int, expert_layers: frozenset[int]
+) -> ExpertsConfig:
+    """Nemotron 3: as DeepSeek-V3, without gates."""
+    return replace(
+        deepseek_experts(fields, layers),
+        is_gated=False,
+        gate_up=("up_proj",),
+        dense_layers=frozenset(range(layers)) - expert_layers,
+        shared_intermediate_size=fields.get_integer(
+            "moe_shared_expert_intermediate_size", 7688, MAX_EXPERT_SIZE
+        ),
+    )
 
 
 def minimax_experts(fields: ConfigFields, layers: int) -> ExpertsConfig:

@@ -12,6 +12,7 @@ Supported ``architectures``:
 - ``Olmo2ForCausalLM``, ``Olmo3ForCausalLM``: norms after attention and MLP only, query and key
   norms over all heads; OLMo 3 with windows
 - ``MistralForCausalLM``, ``MinistralForCausalLM``: sliding windows
+- ``NemotronHForCausalLM``: layers that are Mamba-2, attention, an MLP or experts
 - ``InternLM3ForCausalLM``: Llama with other names of its biases
 - ``PhimoeForCausalLM`` (Phi-3.5-MoE): LayerNorm, biases of logits, experts chosen one by one
 - ``Ministral3ForCausalLM``, ``Mistral4ForCausalLM``: queries that grow with their position; the
@@ -93,6 +94,7 @@ Family = Literal[
     "mistral4",
     "internlm3",
     "phimoe",
+    "nemotron_h",
 ]
 
 #: ``architectures`` entry → family, which is also its ``model_type``.
@@ -139,6 +141,7 @@ ARCHITECTURES: dict[str, Family] = {
     "Ministral3ForCausalLM": "ministral3",
     "Mistral4ForCausalLM": "mistral4",
     "InternLM3ForCausalLM": "internlm3",
+    "NemotronHForCausalLM": "nemotron_h",
     # As the hub has it, and transformers.
     "PhiMoEForCausalLM": "phimoe",
     "PhimoeForCausalLM": "phimoe",
@@ -235,6 +238,13 @@ CONFIG_DEFAULTS: dict[Family, dict[str, Any]] = {
     "hunyuan_v1_dense": {"rms_norm_eps": 1e-5},
     "hunyuan_v1_moe": {"rms_norm_eps": 1e-5},
     "internlm3": {"rms_norm_eps": 1e-5},
+    "nemotron_h": {
+        "layer_norm_epsilon": 1e-5,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 7688,
+        "num_key_value_heads": 8,
+    },
     "phimoe": {"rms_norm_eps": 1e-5, "num_local_experts": 16},
     "ministral3": {
         "head_dim": 128,
@@ -317,6 +327,7 @@ _FAMILIES: dict[Family, Callable[[ConfigFields, int], FamilyTraits]] = {
     "mistral4": mixture_traits.mistral4,
     "internlm3": family_traits.internlm3,
     "phimoe": mixture_traits.phimoe,
+    "nemotron_h": mixture_traits.nemotron_h,
     "gemma2": family_traits.gemma2,
     "gemma3_text": family_traits.gemma3,
 }

@@ -19,6 +19,7 @@ from molink.checkpoint.experts import (
     minimax_experts,
     mistral4_experts,
     mixtral_experts,
+    nemotron_experts,
     phi_experts,
     qwen_experts,
     shared_qwen_experts,
@@ -32,7 +33,12 @@ from molink.checkpoint.family_traits import (
     qwen3_5,
     scale_granite,
 )
-from molink.checkpoint.recurrent import parse_mamba2, parse_mamba_layers
+from molink.checkpoint.recurrent import (
+    parse_mamba2,
+    parse_mamba_layers,
+    parse_nemotron_layers,
+    parse_nemotron_mamba2,
+)
 from molink.checkpoint.rope import (
     RopeDefaults,
     parse_query_scaling,
@@ -50,7 +56,7 @@ from molink.checkpoint.trait_fields import (
     refuse_other,
     refuse_windows,
 )
-from molink.checkpoint.traits import SWIGLU_ALPHA, FamilyTraits, LatentShape, MlpNames
+from molink.checkpoint.traits import SWIGLU_ALPHA, FamilyTraits, LatentShape, LayerNorms, MlpNames
 from molink.errors import BrokenModel, UnsupportedModel
 
 #: Of dimensions of latent attention.
@@ -82,6 +88,35 @@ def granite_hybrid(fields: ConfigFields, layers: int) -> FamilyTraits:
         experts=granite_hybrid_experts(fields, layers),
         recurrent=parse_mamba2(fields) if recurrent else None,
         recurrent_layers=recurrent,
+    )
+
+
+def nemotron_h(fields: ConfigFields, layers: int) -> FamilyTraits:
+    """Nemotron Nano 2 and 3: each layer is Mamba-2, attention without RoPE, an MLP or experts."""
+    kinds = parse_nemotron_layers(fields, layers)
+
+    def having(*wanted: str) -> frozenset[int]:
+        return frozenset(layer for layer in range(layers) if kinds[layer] in wanted)
+
+    recurrent, experts = having("mamba"), having("moe")
+    biased = fields.get_boolean("mlp_bias", False)
+    if experts and (biased or fields.get_value("moe_latent_size") is not None):
+        name = "mlp_bias" if biased else "moe_latent_size"
+        raise UnsupportedModel(f"{fields.where}: {name} of experts is not supported")
+    activation = parse_activation(fields, "mlp_hidden_act", "relu2", is_gated=False)
+    refuse_other(fields, "mamba_hidden_act", "silu")
+    return replace(
+        base_traits(fields, layers, head_dim=128, activation=activation),
+        windows=parse_uniform_windows(fields, layers, None),
+        unrotated_layers=frozenset(range(layers)),
+        mlp_bias=biased,
+        norms=LayerNorms(before_attention="norm", before_mlp=None),
+        experts=nemotron_experts(fields, layers, experts) if experts else None,
+        recurrent=parse_nemotron_mamba2(fields) if recurrent else None,
+        recurrent_layers=recurrent,
+        mlp_layers=having("mlp", "moe"),
+        # As in transformers, whatever tie_word_embeddings says.
+        tied_embeddings=False,
     )
 
 

@@ -44,8 +44,20 @@ _TEXT_PREFIXES = {
     "language_model.lm_head.": "lm_head.",
     "model.language_model.": "model.",
     "model.text_model.": "model.",
+    # Nemotron, as released and as transformers calls it
+    "backbone.embeddings.": "model.embed_tokens.",
+    "backbone.norm_f.": "model.norm.",
+    "backbone.": "model.",
+    "model.embeddings.": "model.embed_tokens.",
+    "model.norm_f.": "model.norm.",
     # LFM2
     "model.embedding_norm.": "model.norm.",
+}
+#: Nemotron's layers, whatever they are, and what their tensors tell.
+_MIXER_NAME = re.compile(r"(model\.layers\.\d+)\.mixer\.((\w+)(?:\..+)?)")
+_MIXER_MODULES = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "o_proj"), "self_attn"),
+    **dict.fromkeys(("in_proj", "conv1d", "A_log", "D", "dt_bias", "norm", "out_proj"), "mamba"),
 }
 #: Names of a decoder that was saved without its outer model, as embedding models often are.
 _BARE_NAME = re.compile(r"embed_tokens\.|layers\.\d+\.(?:self_attn|linear_attn|mlp|\w*layernorm)\.")
@@ -106,7 +118,8 @@ def extract_text_tensors(found: Mapping[str, T], where: str) -> dict[str, T]:
 
 def _text_name(name: str) -> str:
     name = name.replace(_ADAPTED_LAYER, ".")
-    for begin, ours in _TEXT_PREFIXES.items():
-        if name.startswith(begin):
-            return ours + name.removeprefix(begin)
-    return name
+    begun = next((begin for begin in _TEXT_PREFIXES if name.startswith(begin)), None)
+    if begun is not None:
+        name = _TEXT_PREFIXES[begun] + name.removeprefix(begun)
+    match = _MIXER_NAME.fullmatch(name)
+    return f"{match[1]}.{_MIXER_MODULES.get(match[3], 'mlp')}.{match[2]}" if match else name

@@ -53,6 +53,7 @@ def model_facts(
         kv_bytes=config.kv_kinds * keys * size,
         int8_kv_bytes=config.kv_kinds * config.kv_heads * (config.head_dim + KV_SCALE_BYTES),
         recurrent_layers=tuple(sorted(config.recurrent_layers)),
+        mlp_layers=tuple(sorted(config.mlp_layers or ())),
         state_bytes=_state_elements(config) * DTYPE_SIZES["f32"],
         max_model_len=config.max_model_len,
         element_bytes=size,
@@ -166,11 +167,12 @@ def _quantized_bytes(shapes: TensorShapes, mode: Quantize) -> int:
 def _mlp_width(config: ModelConfig, projections: TensorShapes) -> int:
     """Width of the MLP, or of one expert."""
     hidden = config.hidden_size
-    return max(
+    widths = (
         shape[1]
         for name, shape in projections.items()
         if not _MIXER.search(name) and shape[0] == hidden
     )
+    return max(widths, default=0)
 
 
 def _widest_mixer(config: ModelConfig, layers: Sequence[TensorShapes]) -> int:

@@ -360,17 +360,37 @@ def parse_mamba2(fields: ConfigFields) -> Mamba2Shape:
             f"{fields.where}: mamba_n_heads {heads} of mamba_d_head {shape.head_dim} are not "
             f"mamba_expand times hidden_size, {inner}"
         )
-    if heads % shape.groups:
+    _check_groups(shape, fields, "mamba_n_heads", "mamba_n_groups")
+    return shape
+
+
+def parse_nemotron_mamba2(fields: ConfigFields) -> Mamba2Shape:
+    """The same by Nemotron's names; raises as :func:`parse_mamba2`."""
+    shape = Mamba2Shape(
+        heads=fields.get_integer("mamba_num_heads", 128, _MAX_HEADS),
+        head_dim=fields.get_integer("mamba_head_dim", 64, _MAX_DIM),
+        groups=fields.get_integer("n_groups", 8, _MAX_HEADS),
+        state_size=fields.get_integer("ssm_state_size", 128, _MAX_DIM),
+        conv_width=fields.get_integer("conv_kernel", 4, _MAX_WIDTH),
+        has_conv_bias=fields.get_boolean("use_conv_bias", True),
+        has_decays=fields.get_boolean("mamba_plain_decays", False),
+        is_biased=fields.get_boolean("use_bias", False),
+    )
+    _check_groups(shape, fields, "mamba_num_heads", "n_groups")
+    return shape
+
+
+def _check_groups(shape: Mamba2Shape, fields: ConfigFields, heads: str, groups: str) -> None:
+    """Check that groups divide heads, and that steps have no limits; the names are the fields'."""
+    if shape.heads % shape.groups:
         raise BrokenModel(
-            f"{fields.where}: mamba_n_heads {heads} is not a multiple of mamba_n_groups "
-            f"{shape.groups}"
+            f"{fields.where}: {heads} {shape.heads} is not a multiple of {groups} {shape.groups}"
         )
     limits = fields.get_value("time_step_limit")
     if limits is not None and limits not in _NO_LIMITS:
         raise UnsupportedModel(
             f"{fields.where}: time_step_limit {str(limits)[:80]} is not supported"
         )
-    return shape
 
 
 def parse_linear_layers(fields: ConfigFields, layers: int) -> frozenset[int]:
@@ -397,6 +417,33 @@ def parse_conv_layers(fields: ConfigFields, layers: int) -> frozenset[int]:
 def parse_mamba_layers(fields: ConfigFields, layers: int) -> frozenset[int]:
     """Layers with Mamba-2, by ``layer_types``; raises as :func:`parse_linear_layers`."""
     return _parse_listed_layers(fields, layers, "linear_attention", frozenset())
+
+
+#: Nemotron's kinds of layers: its letters, and both spellings in lists.
+_NEMOTRON_LETTERS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
+_NEMOTRON_KINDS = {"linear_attention": "mamba", _FULL: "attention"}
+
+
+def parse_nemotron_layers(fields: ConfigFields, layers: int) -> tuple[str, ...]:
+    """Each layer's kind: ``mamba``, ``attention``, ``mlp`` or ``moe``.
+
+    Raises:
+        UnsupportedModel: a layer is of another kind, or none has attention.
+        BrokenModel: the list is missing or has another length.
+    """
+    listed = fields.get_strings("layers_block_type") or fields.get_strings("layer_types")
+    if listed is None:
+        letters = fields.get_string("hybrid_override_pattern")
+        listed = tuple(_NEMOTRON_LETTERS.get(one, one) for one in letters)
+    kinds = tuple(_NEMOTRON_KINDS.get(one, one) for one in listed)
+    if len(kinds) != layers:
+        raise BrokenModel(f"{fields.where}: {len(kinds)} kinds of layers for {layers} layers")
+    other = next((one for one in kinds if one not in _NEMOTRON_LETTERS.values()), None)
+    if other is not None:
+        raise UnsupportedModel(f"{fields.where}: layers with {other[:40]!r} are not supported")
+    if "attention" not in kinds:
+        raise UnsupportedModel(f"{fields.where}: a model without {_FULL} is not supported")
+    return kinds
 
 
 def _parse_listed_layers(

@@ -64,18 +64,17 @@ class StageCost:
 
     def _attended_positions(self, context: int) -> int:
         """Positions that a row attends to, summed over layers."""
-        windows, recurrent = self.config.windows, self.config.recurrent_layers
+        windows = self.config.windows
         return sum(
             min(context, windows[layer]) if windows[layer] else context
             for layer in range(*self.layers)
-            if layer not in recurrent
+            if self.config.has_attention(layer)
         )
 
     @property
     def _state_elements(self) -> int:
         """Elements of a request's states, summed over layers."""
-        shape, (first, last) = self.config.recurrent, self.layers
-        recurrent = last - first - self.config.count_attention(self.layers)
+        shape, recurrent = self.config.recurrent, self.config.count_recurrent(self.layers)
         return 0 if shape is None else recurrent * shape.state_elements
 
     def _matrix_elements(self, layer: int) -> tuple[int, int]:

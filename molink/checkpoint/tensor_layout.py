@@ -34,7 +34,10 @@ def layer_tensors(config: ModelConfig, layer: int) -> TensorShapes:
     experts = config.layer_experts(layer)
     if experts is not None and experts.is_corrected:
         shapes[f"{prefix}{experts.correction_name}"] = experts.correction_shape
-    mlp = _mlp_tensors(config) if experts is None else _expert_tensors(experts, config.hidden_size)
+    mlp: _Projections = {}
+    if config.has_mlp(layer):
+        hidden = config.hidden_size
+        mlp = _mlp_tensors(config) if experts is None else _expert_tensors(experts, hidden)
     for name, (shape, biased) in (_mixer_tensors(config, layer) | mlp).items():
         shapes[f"{prefix}{name}.weight"] = shape
         if biased:
@@ -49,9 +52,9 @@ def adaptable_projections(config: ModelConfig, layer: int) -> dict[str, tuple[in
     and latent attention.
     """
     found: _Projections = {}
-    if layer not in config.recurrent_layers and config.latent is None:
+    if config.has_attention(layer) and config.latent is None:
         found |= _attention_tensors(config)
-    if config.layer_experts(layer) is None:
+    if config.has_mlp(layer) and config.layer_experts(layer) is None:
         found |= _mlp_tensors(config)
     return {name: shape for name, (shape, _) in found.items()}
 
@@ -98,6 +101,7 @@ def mlp_projections(config: ModelConfig) -> tuple[tuple[str, ...], str]:
     """Names of a plain MLP's gate and up projections, in order, and of its down projection."""
     names = config.mlp_names
     both = (names.gate_up,) if config.merged_gate_up else (names.gate, names.up)
+    both = both if config.is_gated else (names.up,)
     return tuple(f"{names.module}.{name}" for name in both), f"{names.module}.{names.down}"
 
 
@@ -108,6 +112,8 @@ def _small_tensors(config: ModelConfig, layer: int) -> TensorShapes:
         shapes |= _norm_tensors(config, name)
     if config.recurrent is not None and layer in config.recurrent_layers:
         return shapes | config.recurrent.small_tensors
+    if not config.has_attention(layer):
+        return shapes
     if config.sinks:
         shapes[SINKS_NAME] = (config.heads,)
     if config.latent is not None:
@@ -139,7 +145,7 @@ def _mixer_tensors(config: ModelConfig, layer: int) -> _Projections:
     """Projections of a layer before its MLP."""
     if config.recurrent is not None and layer in config.recurrent_layers:
         return _recurrent_tensors(config.recurrent, config.hidden_size)
-    return _attention_tensors(config)
+    return _attention_tensors(config) if config.has_attention(layer) else {}
 
 
 def _recurrent_tensors(shape: RecurrentShape, hidden: int) -> _Projections:
@@ -188,7 +194,7 @@ def _latent_tensors(config: ModelConfig, latent: LatentShape) -> _Projections:
 def _mlp_tensors(config: ModelConfig) -> _Projections:
     hidden, inner, biased = config.hidden_size, config.intermediate_size, config.mlp_bias
     both, down = mlp_projections(config)
-    rows = 2 * inner // len(both)
+    rows = (1 + config.is_gated) * inner // len(both)
     made: _Projections = dict.fromkeys(both, ((rows, hidden), biased))
     return made | {down: ((hidden, inner), biased)}
 
@@ -204,7 +210,7 @@ def _expert_tensors(experts: ExpertsConfig, hidden: int) -> _Projections:
             made[experts.shared_gate_name] = (1, hidden), False
         every.append((experts.shared_projections, experts.shared_intermediate_size))
     for (both, down), inner in every:
-        rows = 2 * inner // len(both)
+        rows = (1 + experts.is_gated) * inner // len(both)
         made |= dict.fromkeys(both, ((rows, hidden), experts.has_bias))
         made[down] = (hidden, inner), experts.has_bias
     return made

@@ -16,6 +16,8 @@ _ACTIVATIONS: dict[str, Activation] = {
     "swish": "silu",
     "gelu_pytorch_tanh": "gelu_tanh",
 }
+#: Activations of MLPs without gates.
+_PLAIN_ACTIVATIONS: dict[str, Activation] = {"relu2": "relu2"}
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 #: Limits for damaged configs.
 MAX_HEADS = 4096
@@ -46,13 +48,16 @@ def base_traits(
     )
 
 
-def parse_activation(fields: ConfigFields, name: str, default: str) -> Activation:
+def parse_activation(
+    fields: ConfigFields, name: str, default: str, *, is_gated: bool = True
+) -> Activation:
     """The MLP's activation by its name in field ``name``."""
+    found = _ACTIVATIONS if is_gated else _PLAIN_ACTIVATIONS
     named = fields.get_string(name, default)
-    if named not in _ACTIVATIONS:
-        known = ", ".join(_ACTIVATIONS)
+    if named not in found:
+        known = ", ".join(found)
         raise UnsupportedModel(f"{fields.where}: {name} {named!r} is not supported (only {known})")
-    return _ACTIVATIONS[named]
+    return found[named]
 
 
 def refuse_other(fields: ConfigFields, name: str, only: str) -> None:

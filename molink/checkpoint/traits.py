@@ -11,7 +11,8 @@ from molink.checkpoint.rope import QueryScaling, RopeConfig
 SWIGLU_ALPHA = 1.702
 #: Gated MLPs: ``act(gate) * up``. ``clamped_swiglu`` is ``gate * sigmoid(alpha * gate) * (up + 1)``
 #: with clamped inputs (gate only from above); gate and up rows are interleaved.
-Activation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
+#: ``relu2``, the square of a positive number, has no gate: ``act(up)``.
+Activation = Literal["silu", "gelu_tanh", "clamped_swiglu", "relu2"]
 #: Over which elements query and key norms take the mean square, and whether after rotation or less
 #: the mean; centered heads have weights of their own.
 HeadNorm = Literal["none", "each head", "all heads", "each rotated head", "each centered head"]
@@ -84,7 +85,8 @@ class FamilyTraits:
     what the head attended to.
 
     ``recurrent_layers`` have no attention; they keep a state of each request, shaped as
-    ``recurrent`` says.
+    ``recurrent`` says. If ``mlp_layers`` are given, these are nothing but an MLP, and others have
+    none.
 
     Layers: with ``parallel_mlp`` attention and MLP have one norm before them, and their results are
     added. ``activation_limit`` belongs to ``clamped_swiglu``. ``norm_offset`` is added to all norm
@@ -124,6 +126,7 @@ class FamilyTraits:
     gated_heads: bool = False
     recurrent: RecurrentShape | None = None
     recurrent_layers: frozenset[int] = frozenset()
+    mlp_layers: frozenset[int] | None = None
     qk_norm: HeadNorm = "none"
     qk_norm_names: tuple[str, str] = ("q_norm", "k_norm")
     norms: LayerNorms = LayerNorms()
@@ -193,7 +196,24 @@ class FamilyTraits:
 
     def count_attention(self, layers: tuple[int, int]) -> int:
         """Layers of ``first:last`` that have attention, and so keys and values."""
-        return sum(layer not in self.recurrent_layers for layer in range(*layers))
+        return sum(map(self.has_attention, range(*layers)))
+
+    def count_recurrent(self, layers: tuple[int, int]) -> int:
+        """Layers of ``first:last`` that keep a state."""
+        return sum(layer in self.recurrent_layers for layer in range(*layers))
+
+    def has_attention(self, layer: int) -> bool:
+        """Whether a layer has attention."""
+        return layer not in self.recurrent_layers and layer not in (self.mlp_layers or ())
+
+    def has_mlp(self, layer: int) -> bool:
+        """Whether a layer has an MLP, or experts."""
+        return self.mlp_layers is None or layer in self.mlp_layers
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether MLPs have gates."""
+        return self.activation != "relu2"
 
     def layer_experts(self, layer: int) -> ExpertsConfig | None:
         """A layer's experts; ``None`` if it has a plain MLP."""

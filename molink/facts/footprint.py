@@ -154,6 +154,7 @@ class Footprint:
     #: Layers of the model; which are recurrent, and what each of these keeps of a request.
     layers: int = 1
     recurrent_layers: tuple[int, ...] = ()
+    mlp_layers: tuple[int, ...] = ()
     state_bytes: int = 0
 
     @classmethod
@@ -215,6 +216,7 @@ class Footprint:
             graph_bytes=(GRAPH_POOL_BYTES + load.max_decode_rows * row) * cuda,
             layers=facts.layers,
             recurrent_layers=facts.recurrent_layers,
+            mlp_layers=facts.mlp_layers,
             state_bytes=facts.state_bytes,
         )
 
@@ -236,16 +238,21 @@ class Footprint:
         """KV of ``tokens`` tokens and the states beside it, of layers ``first:last``."""
         first, last = layers
         recurrent = sum(first <= layer < last for layer in self.recurrent_layers)
+        idle = sum(first <= layer < last for layer in self.mlp_layers)
         states = count_state_slots(tokens) * recurrent * self.state_bytes
-        return (last - first - recurrent) * tokens * self.token_bytes + states
+        return (last - first - recurrent - idle) * tokens * self.token_bytes + states
 
     def average_pool_bytes(self, tokens: int) -> tuple[int, int]:
         """The same of a layer on average, and the most by which a stage's layers exceed it."""
         kept = tokens * self.token_bytes
-        if not self.recurrent_layers:
+        if not self.recurrent_layers and not self.mlp_layers:
             return kept, 0
         state, recurrent = count_state_slots(tokens) * self.state_bytes, {*self.recurrent_layers}
-        every = [state if layer in recurrent else kept for layer in range(self.layers)]
+        idle = {*self.mlp_layers}
+        every = [
+            state if layer in recurrent else kept * (layer not in idle)
+            for layer in range(self.layers)
+        ]
         average = -(-sum(every) // self.layers)
         most = above = 0
         for one in every:  # the greatest sum of consecutive differences (Kadane)

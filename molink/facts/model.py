@@ -80,6 +80,8 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     #: Recurrent layers, which have none, and what each keeps of a request instead, in float32.
     recurrent_layers: Annotated[tuple[Index, ...], msgspec.Meta(max_length=4096)] = ()
     state_bytes: Count = 0
+    #: Layers that keep nothing of a request.
+    mlp_layers: Annotated[tuple[Index, ...], msgspec.Meta(max_length=4096)] = ()
     max_model_len: Count
     element_bytes: Annotated[int, msgspec.Meta(ge=1, le=8)] = 2
     #: The projections among ``layer_bytes``, and their size as int8 and as nf4.

@@ -343,7 +343,7 @@ class Stage:
 
     @property
     def _num_recurrent(self) -> int:
-        return len(self._decoder.blocks) - self.config.count_attention(self.layers)
+        return self.config.count_recurrent(self.layers)
 
     @torch.inference_mode()
     def _create_states(self, slots: int) -> StatePool | None:

@@ -539,6 +539,30 @@ def test_phimoe_as_on_the_hub(load: Callable[..., Any]) -> None:
     assert layer_tensors(config, 0)["model.layers.0.input_layernorm.bias"] == (96,)
 
 
+def test_nemotron_h_as_on_the_hub(load: Callable[..., Any]) -> None:
+    config = load("nemotron_h", hybrid_override_pattern="ME*-", mamba_num_heads=8, head_dim=24)
+    assert (config.recurrent_layers, config.mlp_layers) == ({0}, {1, 3})
+    assert (config.count_attention((0, 4)), config.count_recurrent((0, 4))) == (1, 1)
+    assert config == load(
+        "nemotron_h",
+        layers_block_type=["mamba", "moe", "attention", "mlp"],
+        num_hidden_layers=...,
+        mamba_num_heads=8,
+        head_dim=24,
+    )
+    assert [config.rope_index(layer) for layer in range(4)] == [None] * 4
+    assert (config.activation, config.norm_eps) == ("relu2", 1e-5)
+    names = [
+        {name.removeprefix(f"model.layers.{layer}.") for name in layer_tensors(config, layer)}
+        for layer in range(4)
+    ]
+    assert {"norm.weight", "mamba.A_log", "mamba.in_proj.weight"} <= names[0]
+    assert {"mlp.experts.7.up_proj.weight", "mlp.shared_experts.up_proj.weight"} <= names[1]
+    assert names[2] == {"norm.weight", *(f"self_attn.{one}_proj.weight" for one in "qkvo")}
+    assert names[3] == {"norm.weight", "mlp.up_proj.weight", "mlp.down_proj.weight"}
+    assert layer_tensors(config, 3)["model.layers.3.mlp.up_proj.weight"] == (128, 96)
+
+
 def test_gpt_oss_as_on_the_hub(load: Callable[..., Any]) -> None:
     config = load(
         "gpt_oss",
@@ -748,6 +772,13 @@ def test_gemma3_in_both_spellings(load: Callable[..., Any]) -> None:
             {"rope_parameters": {"partial_rotary_factor": 0.25}},
             "partial_rotary_factor 0.25 of 128 dimensions is not qk_rope_head_dim 64",
         ),
+        ("nemotron_h", {"hybrid_override_pattern": "M*-"}, "3 kinds of layers for 4 layers"),
+        ("nemotron_h", {}, "hybrid_override_pattern is missing"),
+        (
+            "nemotron_h",
+            {"hybrid_override_pattern": "M*-E", "mamba_num_heads": 12},
+            "mamba_num_heads 12 is not a multiple of n_groups 8",
+        ),
         ("phimoe", {"router_jitter_noise": 0}, "router_jitter_noise must be positive"),
         ("cohere", {"logit_scale": 0}, "logit_scale must be positive"),
         ("cohere2", {"layer_norm_eps": -1}, "layer_norm_eps -1.* must be positive"),
@@ -846,6 +877,18 @@ def test_impossible_fields_are_named(
             {"rope_scaling": {"type": "longrope", "short_mscale": 1.1, "long_mscale": 1.2}},
             "short_mscale 1.1 and long_mscale 1.2 differ",
         ),
+        ("nemotron_h", {"hybrid_override_pattern": "M*-X"}, "layers with 'X'"),
+        ("nemotron_h", {"hybrid_override_pattern": "M-M-"}, "without full_attention"),
+        (
+            "nemotron_h",
+            {"hybrid_override_pattern": "M*-E", "moe_latent_size": 64},
+            "moe_latent_size of experts",
+        ),
+        (
+            "nemotron_h",
+            {"hybrid_override_pattern": "M*-M", "mlp_hidden_act": "silu"},
+            "mlp_hidden_act 'silu' is not supported .only relu2",
+        ),
         ("cohere2", {"use_qk_norm": True}, "use_qk_norm"),
         ("gpt_oss", {"swiglu_alpha": 1.0}, "swiglu_alpha 1.0"),
         ("gpt_oss", {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
@@ -932,6 +975,8 @@ FIELDS = (
     "num_shared_expert",
     "rope_scaling",
     "use_bias",
+    "hybrid_override_pattern",
+    "layers_block_type",
 )
 LEAVES = st.one_of(
     st.none(),

@@ -66,12 +66,18 @@ def test_planned_weights_are_loaded_weights(
                 assert stage.weight_bytes == planned
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_text"])
-def test_planned_states_are_allocated(make_model: Any, tmp_path: Path, family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "recurrent"),
+    [("qwen3_next", (0, 1, 3)), ("qwen3_5_text", (0, 1, 3)), ("nemotron_h", (0,))],
+)
+def test_planned_states_are_allocated(
+    make_model: Any, tmp_path: Path, family: str, recurrent: tuple[int, ...]
+) -> None:
     torch.set_num_threads(1)
     folder = ModelFolder.open(make_model(tmp_path, family, dtype="bfloat16"))
     facts = folder.placement_facts("m")
-    assert facts.recurrent_layers == (0, 1, 3)
+    assert facts.recurrent_layers == recurrent
+    assert facts.mlp_layers == ((1, 3) if family == "nemotron_h" else ())
     need = Footprint.of_stage(facts, StageSetup(dtype="f32"))
     for layers in ((0, 4), (0, 1), (1, 3), (2, 3)):
         stage = Stage.load_layers(folder, layers, "cpu", "f32")

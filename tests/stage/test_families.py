@@ -247,6 +247,18 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "smolvlm": ("smolvlm", {}),
+    "nemotron_h": ("nemotron_h", {}),
+    "nemotron_h dense": (
+        "nemotron_h",
+        {
+            "layers_block_type": ["linear_attention", "full_attention", "mlp", "linear_attention"],
+            "use_bias": True,
+            "mlp_bias": True,
+            "use_conv_bias": False,
+            "head_dim": 24,
+            "tie_word_embeddings": True,
+        },
+    ),
     "internlm3": ("internlm3", {"attention_bias": True, "mlp_bias": True}),
     "ministral3": ("ministral3", {}),
     "ministral3 windowed": ("ministral3", {"sliding_window": 9, "tie_word_embeddings": True}),
@@ -328,6 +340,8 @@ KINDS = (
     "ministral3",
     "mistral4",
     "phimoe",
+    "nemotron_h",
+    "nemotron_h dense",
 )
 BLOCKS = (5, 0, 17, 3, 9, 30, 2, 40, 11, 12, 13, 21, 22, 23, 1, 4, 6, 7, 8, 10)
 LENGTH = 75
@@ -453,6 +467,21 @@ def test_recurrent_layers_in_stages_of_one_layer(
     # Another request in the same place finds nothing of the first one.
     for chunk in (1024, 7, 1):
         assert ring.generate(tokens[:40], 32, BLOCKS, chunk) == reference.generate(tokens[:40], 32)
+
+
+def test_layers_that_keep_nothing_in_stages_of_one_layer(
+    folder_of: Callable[..., Path],
+    make_ring: type[Ring],
+    make_reference: type[Reference],
+    random_tokens: Callable[..., list[int]],
+) -> None:
+    folder, tokens = folder_of("nemotron_h"), random_tokens(40)
+    ring = make_ring(folder, (1, 2, 3))
+    assert [stage.block_bytes(8) > 0 for stage in ring.stages] == [False, False, True, False]
+    assert [stage.state_bytes > 0 for stage in ring.stages] == [True, False, False, False]
+    expected = make_reference(folder).generate(tokens, 32)
+    for chunk in (1024, 7, 1):
+        assert ring.generate(tokens, 32, BLOCKS, chunk) == expected
 
 
 @pytest.mark.parametrize("name", KINDS)

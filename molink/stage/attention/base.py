@@ -47,7 +47,7 @@ class AttentionShape:
         cls, config: ModelConfig, layers: tuple[int, int], kv_cache_dtype: KVCacheDType = "auto"
     ) -> "AttentionShape":
         """Shape of a model's layers ``first:last``; without attention, as of one with it."""
-        attended = (layer for layer in range(*layers) if layer not in config.recurrent_layers)
+        attended = filter(config.has_attention, range(*layers))
         return cls(
             kv_heads=config.kv_heads,
             groups=config.groups,

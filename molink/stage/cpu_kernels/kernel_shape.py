@@ -30,7 +30,7 @@ def supports_rowwise(widths: Iterable[int], rotary: Iterable[int]) -> bool:
 
 def supports_gate(activation: Activation) -> bool:
     """Whether an activation is supported."""
-    return activation != "clamped_swiglu"
+    return activation in ("silu", "gelu_tanh")
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,10 +98,7 @@ def load_block(
             return IdentityNorm(otherwise)
         return load_norm(reader, config, operators, prefix + name)
 
-    mixer = _load_mixer(reader, config, operators, layer, index)
-    mlp: Mlp | None = _load_mlp(reader, config, operators, layer, prefix)
-    if config.parallel_mlp and mlp is not None:
-        mixer, mlp = ParallelMlp(mixer, mlp), None
+    mixer, mlp = _load_parts(reader, config, operators, layer, index)
     return DecoderBlock(
         scale=config.residual_scale,
         input_norm=norm(config.norms.before_attention),
@@ -112,6 +109,21 @@ def load_block(
         post_mlp_norm=norm(config.norms.after_mlp, residual_dtype(reader.dtype)),
         add_residual=operators.add_residual,
     )
+
+
+def _load_parts(
+    reader: WeightReader, config: ModelConfig, operators: RowOperators, layer: int, index: int
+) -> tuple[Mixer, Mlp | None]:
+    """Load a layer's mixer, of which its MLP may be a part, and otherwise its MLP, if any."""
+    prefix, mixer = f"model.layers.{layer}.", None
+    if layer not in (config.mlp_layers or ()):
+        mixer = _load_mixer(reader, config, operators, layer, index)
+        if not config.has_mlp(layer):
+            return mixer, None
+    mlp = _load_mlp(reader, config, operators, layer, prefix)
+    if mixer is None or config.parallel_mlp:
+        return ParallelMlp(mixer, mlp), None
+    return mixer, mlp
 
 
 def load_norm(

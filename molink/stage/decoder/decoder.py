@@ -146,9 +146,9 @@ def load_decoder(
     for layer in range(first, last):
         on_layer(layer - first)
         # Layers with attention and recurrent ones have pools of their own.
-        index = config.count_attention((first, layer))
-        if layer in config.recurrent_layers:
-            index = layer - first - index
+        is_recurrent = layer in config.recurrent_layers
+        count = config.count_recurrent if is_recurrent else config.count_attention
+        index = count((first, layer))
         known = held.blocks.get(layer)
         if known is None:
             blocks.append(load_block(reader, config, operators, layer, index))

@@ -12,7 +12,7 @@ from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn.functional import gelu, silu
+from torch.nn.functional import gelu, relu, silu
 
 from molink.checkpoint.traits import SWIGLU_ALPHA, Activation
 from molink.stage.decoder.router import ExpertRouter
@@ -21,7 +21,8 @@ from molink.stage.linear import AdapterRows, Projection, apply_projection
 
 #: Bound of float16 inputs of ``down``, so that sums of a thousand terms don't overflow.
 MAX_FLOAT16_INPUT = 64.0
-#: ``act(gate) * up`` of rows ``[T, 2n]``: gate, then up, or interleaved if the activation says so.
+#: ``act(gate) * up`` of rows ``[T, 2n]``: gate, then up, or interleaved if the activation says so;
+#: ``act(up)`` of rows ``[T, n]`` without gates.
 GateFunction = Callable[[Tensor], Tensor]
 #: A gate in float32 of float16 rows, whose rows are divided by factors so that none is beyond
 #: ``MAX_FLOAT16_INPUT``; returns them, and the factors (float32 ``[T, 1]``, at least 1).
@@ -38,6 +39,8 @@ def create_gate(activation: Activation, limit: float = 0.0) -> GateFunction:
     to."""
     if activation == "clamped_swiglu":
         return partial(_clamped_swiglu, limit=limit)
+    if activation == "relu2":
+        return lambda rows: relu(rows).square_()
     activate = _ACTIVATIONS[activation]
 
     def gate(rows: Tensor) -> Tensor:

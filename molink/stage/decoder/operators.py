@@ -1,7 +1,7 @@
 """Row-wise operators of a layer: norms, gate, rotation; torch's, compiled or fused ones."""
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
@@ -102,7 +102,10 @@ def create_operators(
     turn = rotate_pairs if config.interleaved_rope else rotate_half
     allowed = "compiled-rows" not in disabled_kernels
     if allowed and _can_fuse(config, dtype, device):
-        return create_fused(config, dtype)
+        fused = create_fused(config, dtype)
+        if config.is_gated:
+            return fused
+        return replace(fused, gate=gate, bounded_gate=partial(apply_bounded, gate))
     compiled = _create_compiled(config, dtype, device) if allowed else None
     if compiled is None:
         return RowOperators(

@@ -10,9 +10,9 @@ from molink.stage.decoder.mlp import Mlp, run_mlp
 
 @dataclass(frozen=True, slots=True)
 class ParallelMlp:
-    """A mixer with the layer's MLP beside it, as in Cohere's models."""
+    """A mixer with the layer's MLP beside it, as in Cohere's models, or an MLP alone (Nemotron)."""
 
-    mixer: Mixer
+    mixer: Mixer | None
     mlp: Mlp
 
     def __call__(self, normed: Tensor, context: ForwardContext) -> Tensor:
@@ -20,17 +20,19 @@ class ParallelMlp:
 
         In float16 the MLP's results are float32, and so is the sum.
         """
+        if self.mixer is None:
+            return run_mlp(self.mlp, normed, context.adapters)
         mixed = self.mixer(normed, context)
         return run_mlp(self.mlp, normed, context.adapters).add_(mixed)
 
     @property
     def capturable(self) -> bool:
-        return self.mixer.capturable and self.mlp.capturable
+        return self.mlp.capturable and (self.mixer is None or self.mixer.capturable)
 
     @property
     def nbytes(self) -> int:
-        return self.mixer.nbytes + self.mlp.nbytes
+        return self.mlp.nbytes + (0 if self.mixer is None else self.mixer.nbytes)
 
     def with_index(self, index: int) -> "ParallelMlp":
         """See :class:`~molink.stage.decoder.mixer.Mixer`."""
-        return replace(self, mixer=self.mixer.with_index(index))
+        return self if self.mixer is None else replace(self, mixer=self.mixer.with_index(index))

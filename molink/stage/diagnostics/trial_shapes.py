@@ -82,7 +82,8 @@ class TrialShapes:
                 sorted({rope.rotary_dim(config.head_dim) for rope in config.rope_configs})
             ),
             eps=config.norm_eps,
-            activations=(config.activation,),
+            # Kernels have gates only.
+            activations=(config.activation if config.is_gated else "silu",),
             attention=AttentionShape(
                 attention.kv_heads,
                 attention.groups,
