@@ -1,7 +1,7 @@
 """Projections that low-rank adapters change for some rows (LoRA, arXiv 2106.09685, §4.1)."""
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,19 +18,26 @@ AdapterRows = Sequence[tuple[int, Tensor | None]]
 
 @dataclass(frozen=True, slots=True)
 class LowRankUpdate:
-    """What an adapter adds to the outputs from ``first`` on: ``up(down(rows))``.
+    """What an adapter adds to a projection's outputs, which may have several parts (q, k and v).
 
-    The adapter's scale is part of ``up``.
+    ``down`` stacks the parts' ``A``, so that one product gives the latents of all. Each of ``ups``
+    is a part's scaled ``B`` with the first output that it changes.
     """
 
-    first: int
     down: PlainLinear
-    up: PlainLinear
+    ups: tuple[tuple[int, PlainLinear], ...]
+
+    def compute_parts(self, rows: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """What is added to the outputs of ``rows``, each ``[T, n]`` with its first output."""
+        ranks = [up.weight.shape[1] for _, up in self.ups]
+        latents = torch.split(self.down(rows), ranks, dim=1)
+        for (first, up), part in zip(self.ups, latents, strict=True):
+            yield first, up(part)
 
     @property
     def nbytes(self) -> int:
         """Bytes of memory."""
-        return self.down.nbytes + self.up.nbytes
+        return self.down.nbytes + sum(up.nbytes for _, up in self.ups)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +48,7 @@ class AdaptedLinear:
     """
 
     base: Projection
-    updates: Mapping[int, tuple[LowRankUpdate, ...]]
+    updates: Mapping[int, LowRankUpdate]
 
     def __call__(self, rows: Tensor) -> Tensor:
         return self.base(rows)
@@ -50,10 +57,12 @@ class AdaptedLinear:
         """Outputs ``[T, out]`` with each adapter's updates in its rows."""
         result = self.base(rows)
         for number, chosen in adapters:
-            for update in self.updates.get(number, ()):
-                given = rows if chosen is None else rows.index_select(0, chosen)
-                added = update.up(update.down(given))
-                changed = result[:, update.first : update.first + added.shape[1]]
+            update = self.updates.get(number)
+            if update is None:
+                continue
+            given = rows if chosen is None else rows.index_select(0, chosen)
+            for first, added in update.compute_parts(given):
+                changed = result[:, first : first + added.shape[1]]
                 if chosen is None:
                     changed.add_(added)
                 else:
@@ -62,8 +71,7 @@ class AdaptedLinear:
 
     @property
     def nbytes(self) -> int:
-        updates = (update for several in self.updates.values() for update in several)
-        return self.base.nbytes + sum(update.nbytes for update in updates)
+        return self.base.nbytes + sum(update.nbytes for update in self.updates.values())
 
 
 def apply_projection(projection: Projection, rows: Tensor, adapters: AdapterRows | None) -> Tensor:

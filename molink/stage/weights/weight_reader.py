@@ -182,15 +182,15 @@ class WeightReader:
         updates = {
             number: found
             for number, adapter in enumerate(self._folder.config.adapters, 1)
-            if (found := self._load_updates(names, adapter, number))
+            if (found := self._load_update(names, adapter, number)) is not None
         }
         return AdaptedLinear(base, updates) if updates else base
 
-    def _load_updates(
+    def _load_update(
         self, names: Sequence[str], adapter: Adapter, number: int
-    ) -> tuple[LowRankUpdate, ...]:
+    ) -> LowRankUpdate | None:
         """What an adapter adds to the outputs of merged projections; nothing to ends of a model."""
-        found, first = [], 0
+        downs, ups, first = [], [], 0
         for name in names:
             if not name.startswith("model.layers."):
                 continue
@@ -202,10 +202,10 @@ class WeightReader:
                 scaled = self.read_tensors(up, dtype=torch.float32).mul_(changed.scale)
                 rounded = scaled.to(self.dtype)
                 self._check_finite(up, rounded)
-                made = PlainLinear(self.read_tensors(down)), PlainLinear(rounded)
-                found.append(LowRankUpdate(first, *made))
+                downs.append(down)
+                ups.append((first, PlainLinear(rounded)))
             first += self._weight_shape(f"{name}.weight")[0]
-        return tuple(found)
+        return LowRankUpdate(PlainLinear(self.read_tensors(*downs)), tuple(ups)) if ups else None
 
     def _load_merged(self, names: Sequence[str], biased: bool) -> Projection:
         weights = [f"{name}.weight" for name in names]
