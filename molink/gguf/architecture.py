@@ -78,7 +78,10 @@ def _base_config(about: ArchMetadata) -> dict[str, Any]:
         "num_hidden_layers": about.layers,
         "num_attention_heads": about.get_uniform("attention.head_count"),
         **({} if about.is_latent else _head_config(about)),
-        "intermediate_size": about.get_uniform(_inner_key(about)),
+        # Other layers of Nemotron-H have no MLP.
+        "intermediate_size": about.get_uniform(
+            _inner_key(about), ignores_zeros=about.name.startswith("nemotron_h")
+        ),
         **_norm_config(about),
         "max_position_embeddings": context,
         "tie_word_embeddings": "output.weight" not in about.file.tensors,

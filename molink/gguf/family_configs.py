@@ -85,6 +85,45 @@ def _granite_hybrid_config(about: ArchMetadata) -> dict[str, Any]:
     }
 
 
+def _nemotron_h_config(about: ArchMetadata) -> dict[str, Any]:
+    """Nemotron-H; each layer is Mamba-2, attention, an MLP or experts."""
+    inner, heads = about.get_integer("ssm.inner_size"), about.get_integer("ssm.time_step_rank")
+    kept, widths = (
+        about.list_numbers(key) for key in ("attention.head_count_kv", "feed_forward_length")
+    )
+    tensors = about.file.tensors
+    kinds = [
+        "attention" if count else "mlp" if width else "mamba"
+        for count, width in zip(kept, widths, strict=True)
+    ]
+    kinds = [
+        "moe" if f"blk.{layer}.ffn_gate_inp.weight" in tensors else kind
+        for layer, kind in enumerate(kinds)
+    ]
+    return {
+        "architectures": ["NemotronHForCausalLM"],
+        "layers_block_type": kinds,
+        "mamba_num_heads": heads,
+        "mamba_head_dim": max(1, inner // heads),
+        "n_groups": about.get_integer("ssm.group_count"),
+        "ssm_state_size": about.get_integer("ssm.state_size"),
+        "conv_kernel": about.get_integer("ssm.conv_kernel"),
+        "use_conv_bias": any(name.endswith("ssm_conv1d.bias") for name in tensors),
+        "use_bias": any(name.endswith("ssm_in.bias") for name in tensors),
+        "mlp_bias": any(name.endswith("ffn_up.bias") for name in tensors),
+        "mamba_plain_decays": True,
+        **(_nemotron_experts(about) if "moe" in kinds else {}),
+    }
+
+
+def _nemotron_experts(about: ArchMetadata) -> dict[str, Any]:
+    width = "expert_shared_feed_forward_length"
+    return {
+        **_deepseek_experts(about),
+        "moe_shared_expert_intermediate_size": about.get_integer(width),
+    }
+
+
 def _olmo2_config(about: ArchMetadata) -> dict[str, Any]:
     """OLMo 2, and OLMo 3, which has windows."""
     if not about.has_key("attention.sliding_window"):
@@ -484,6 +523,8 @@ FAMILY_CONFIGS: dict[str, Callable[[ArchMetadata], dict[str, Any]]] = {
     "qwen35moe": _qwen35_moe_config,
     "command-r": _command_r_config,
     "cohere2": _cohere2_config,
+    "nemotron_h": _nemotron_h_config,
+    "nemotron_h_moe": _nemotron_h_config,
     "phimoe": _phimoe_config,
     "phi3": _phi3_config,
     "gemma2": _gemma2_config,

@@ -110,12 +110,19 @@ _HYBRID_MODULES = _MODULES | {
     },
     "ffn_gate_inp": "block_sparse_moe.router.layer",
 }
+_NEMOTRON_MODULES = _DEEPSEEK_MODULES | {
+    "attn_norm": "norm",
+    **{f"ssm_{part}": f"mamba.{part}" for part in ("conv1d", "norm")},
+    **{f"ssm_{part}": f"mamba.{part}_proj" for part in ("in", "out")},
+}
+_MAMBA_NAMES = {"ssm_a": "mamba.A", "ssm_d": "mamba.D", "ssm_dt.bias": "mamba.dt_bias"}
 _DELTA_NAMES = {"ssm_a": "linear_attn.A", "ssm_dt.bias": "linear_attn.dt_bias"}
 #: Tensors that are neither weights nor biases here.
 _OTHER_NAMES = {
     **dict.fromkeys(_DELTA_FAMILIES, _DELTA_NAMES),
     "GptOss": {"attn_sinks.weight": "self_attn.sinks"},
-    "GraniteMoeHybrid": {"ssm_a": "mamba.A", "ssm_d": "mamba.D", "ssm_dt.bias": "mamba.dt_bias"},
+    "GraniteMoeHybrid": _MAMBA_NAMES,
+    "NemotronH": _MAMBA_NAMES,
 }
 _LFM2_MODULES = _MODULES | {
     "attn_norm": "operator_norm",
@@ -146,6 +153,7 @@ _FAMILY_MODULES = {
     "DeepseekV2": _LATENT_MODULES,
     "DeepseekV3": _LATENT_MODULES,
     "Dots1": _DEEPSEEK_MODULES,
+    "NemotronH": _NEMOTRON_MODULES,
     "Ernie4_5_Moe": _DEEPSEEK_MODULES,
     "MiniMaxM2": _MIXTRAL_MODULES,
     "Phimoe": _MIXTRAL_MODULES,
@@ -167,6 +175,7 @@ _CORRECTION_NAMES = {
     "Glm4Moe": "mlp.gate.e_score_correction_bias",
     "DeepseekV3": "mlp.gate.e_score_correction_bias",
     "Dots1": "mlp.gate.e_score_correction_bias",
+    "NemotronH": "mlp.gate.e_score_correction_bias",
     "Ernie4_5_Moe": "mlp.moe_statics.e_score_correction_bias",
     "MiniMaxM2": "block_sparse_moe.e_score_correction_bias",
     "Lfm2Moe": "feed_forward.expert_bias",

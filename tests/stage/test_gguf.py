@@ -84,6 +84,20 @@ CASES: dict[str, tuple[str, Kind, dict[str, Any]]] = {
         },
     ),
     "ministral3": ("ministral3", Kind.Q8_0, {}),
+    "nemotron_h": (
+        "nemotron_h",
+        Kind.Q8_0,
+        {"layers_block_type": ["linear_attention", "mlp", "full_attention"], "mamba_head_dim": 8},
+    ),
+    "nemotron_h_moe": (
+        "nemotron_h",
+        Kind.Q4_0,
+        {
+            "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
+            "moe_shared_expert_intermediate_size": 64,
+            "mamba_head_dim": 8,
+        },
+    ),
     "phimoe": ("phimoe", Kind.Q4_0, {"router_jitter_noise": 0.01}),
     "cohere": ("cohere", Kind.Q8_0, {"use_qk_norm": True, "tie_word_embeddings": True}),
     "cohere2": ("cohere2", Kind.Q4_0, {"num_hidden_layers": 5, "tie_word_embeddings": True}),

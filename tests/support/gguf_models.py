@@ -86,6 +86,8 @@ def write_gguf(
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     family = config["model_type"]
     name = architecture or _NAMES.get(family, family)
+    if family == "nemotron_h" and "moe" in config["layers_block_type"]:
+        name = "nemotron_h_moe"
     writer = gguf.GGUFWriter(path, name, split_max_tensors=part)
     stored = _tensors(folder)
     values = _cut_latents(_cut_stacks(stored), config)
@@ -242,7 +244,7 @@ def _converted(data: Any, theirs: str, config: Mapping[str, Any], name: str) -> 
         data = data.squeeze()
     if "shortconv.conv.weight" in theirs:
         data = data.squeeze(1)
-    if name == "granitehybrid":
+    if name in _MAMBA:
         data = _as_mamba(data, theirs.split(".")[2:], config)
     if "attn_k_b" in theirs or "attn_v_b" in theirs:
         data = data.reshape(config["num_attention_heads"], -1, data.shape[1])
@@ -261,12 +263,14 @@ def _as_mamba(data: Any, module: Sequence[str], config: Mapping[str, Any]) -> An
         case ["ssm_d"]:
             return data.reshape(-1, 1)
         case ["ssm_norm", _]:
-            return data.reshape(config["mamba_n_groups"], -1)
+            return data.reshape(config.get("mamba_n_groups", config.get("n_groups")), -1)
         case ["ssm_conv1d", "weight"]:
             return data.squeeze(1)
     return data
 
 
+#: Whose layers have Mamba-2.
+_MAMBA = ("granitehybrid", "nemotron_h", "nemotron_h_moe")
 #: Whose layers have the gated delta rule.
 _DELTA_RULE = ("qwen3next", "qwen35", "qwen35moe")
 
@@ -335,7 +339,7 @@ def _as_delta_rule(data: Any, theirs: str, config: Mapping[str, Any], *, tiled: 
 
 def _count_layers(values: Mapping[str, Any]) -> int:
     """With those for multi-token prediction."""
-    return 1 + max(int(one.split(".")[2]) for one in values if one.startswith("model.layers."))
+    return 1 + max(int(one.split(".")[2]) for one in values if ".layers." in one)
 
 
 def _grouped(values: Mapping[str, Any], name: str, layers: int) -> dict[str, list[str]]:
@@ -352,6 +356,8 @@ def _grouped(values: Mapping[str, Any], name: str, layers: int) -> dict[str, lis
         named = ".".join(merged).replace("e_score_correction_bias", "e_score_correction.bias")
         named = named.replace(".dt_bias", ".dt_proj.bias")
         named = named.replace("expert_bias", "expert_bias.bias")
+        if "mixer.experts" in named:
+            named = named.replace("backbone", "model").replace("mixer", "mlp")
         if "feed_forward.experts" in named:
             named = named.removeprefix("model.")
         theirs = names.get_name(named, try_suffixes=(".weight", ".bias"))
@@ -414,7 +420,7 @@ def _metadata(config: Mapping[str, Any], name: str, blocks: int) -> dict[str, An
     full, local = ropes.get("full_attention", ropes), ropes.get("sliding_attention", {})
     fields = {
         "block_count": blocks,
-        "nextn_predict_layers": blocks - config["num_hidden_layers"] or None,
+        "nextn_predict_layers": blocks - config.get("num_hidden_layers", blocks) or None,
         "context_length": config["max_position_embeddings"],
         "embedding_length": config["hidden_size"],
         "feed_forward_length": config.get("intermediate_size"),
@@ -473,6 +479,8 @@ def _metadata(config: Mapping[str, Any], name: str, blocks: int) -> dict[str, An
         fields |= _delta_rule_metadata(config)
     if name == "granitehybrid":
         fields |= _mamba_metadata(config)
+    if name.startswith("nemotron_h"):
+        fields |= _nemotron_metadata(config)
     if name.startswith("lfm2"):
         fields |= _short_conv_metadata(config)
     return {f"{name}.{key}": value for key, value in fields.items() if value is not None}
@@ -481,7 +489,8 @@ def _metadata(config: Mapping[str, Any], name: str, blocks: int) -> dict[str, An
 def _norm_metadata(config: Mapping[str, Any]) -> dict[str, float]:
     if "layer_norm_eps" in config:
         return {"attention.layer_norm_epsilon": config["layer_norm_eps"]}
-    eps = config.get("rms_norm_eps", config.get("norm_eps", 1e-6))
+    names = ("rms_norm_eps", "norm_eps", "layer_norm_epsilon")
+    eps = next((config[name] for name in names if name in config), 1e-6)
     return {"attention.layer_norm_rms_epsilon": float(eps)}
 
 
@@ -516,6 +525,23 @@ def _mamba_metadata(config: Mapping[str, Any]) -> dict[str, Any]:
         "feed_forward_length": config["intermediate_size"] if experts else shared,
         "expert_shared_feed_forward_length": shared,
         "expert_used_count": config["num_experts_per_tok"] if experts else None,
+    }
+
+
+def _nemotron_metadata(config: Mapping[str, Any]) -> dict[str, Any]:
+    kinds, heads = config["layers_block_type"], config["num_key_value_heads"]
+    widths = {"mlp": config["intermediate_size"], "moe": config["moe_intermediate_size"]}
+    is_mixture = "moe" in kinds
+    shared = config["moe_shared_expert_intermediate_size"] if is_mixture else None
+    return {
+        "ssm.conv_kernel": config["conv_kernel"],
+        "ssm.state_size": config["ssm_state_size"],
+        "ssm.group_count": config["n_groups"],
+        "ssm.time_step_rank": config["mamba_num_heads"],
+        "ssm.inner_size": config["mamba_num_heads"] * config["mamba_head_dim"],
+        "attention.head_count_kv": [heads * (kind == "full_attention") for kind in kinds],
+        "feed_forward_length": [widths.get(kind, 0) for kind in kinds],
+        "expert_shared_feed_forward_length": shared,
     }
 
 
