@@ -17,6 +17,7 @@ from molink.wire.messages.data_plane import (
     History,
     Release,
     RequestSlice,
+    StateCopy,
     SwapIn,
     SwapOut,
     Volume,
@@ -28,6 +29,8 @@ _SLICE_BYTES_MAX = 4000
 #: array, sample, copy source, array. Each block id or draft takes at most ``_ID_BYTES``.
 _SLICE_BYTES = 1 + 5 + 5 + 5 + 9 + 3 + 1 + 1 + 1
 _ID_BYTES = 5
+#: Maximum bytes of a copy of a state: array, request, end, slot.
+_STATE_COPY_BYTES = 1 + 5 + 5 + 5
 #: Decode rows without drafts that fit a volume in any case.
 MIN_DECODE_ROOM = _SLICE_BYTES_MAX // (_SLICE_BYTES + 2 * _ID_BYTES)
 
@@ -79,6 +82,7 @@ class VolumeBuilder:
     def __init__(self, *, prefill: bool) -> None:
         self.prefill = prefill
         self._slices: list[_PendingSlice] = []
+        self._state_copies: list[StateCopy] = []
         self._bytes = 0
         #: Maximum number of tokens that the volume samples.
         self._num_samples = 0
@@ -97,11 +101,13 @@ class VolumeBuilder:
     def block_room(self) -> int:
         """Block ids that one more slice may carry; the volume is full below 1.
 
-        Room for the id of a block to copy from is always left.
+        Room for the id of a block to copy from, and in prefill volumes for a copy of the state, is
+        always left.
         """
         if self._num_samples >= MAX_SLICES:
             return 0
-        return (_SLICE_BYTES_MAX - self._bytes - _SLICE_BYTES) // _ID_BYTES - 1
+        slice_bytes = _SLICE_BYTES + _STATE_COPY_BYTES * self.prefill
+        return (_SLICE_BYTES_MAX - self._bytes - slice_bytes) // _ID_BYTES - 1
 
     @property
     def draft_room(self) -> int:
@@ -114,7 +120,8 @@ class VolumeBuilder:
     ) -> None:
         """Issue the next ``count`` rows of a request and announce ``blocks`` to the stages.
 
-        ``released`` is the latest ``seq`` that released one of ``blocks``.
+        ``released`` is the latest ``seq`` that released one of ``blocks``. The state after these
+        rows is copied if the request has a slot for it.
         """
         end = state.num_issued + count
         sample = end == len(state.tokens)
@@ -124,6 +131,9 @@ class VolumeBuilder:
         )
         self._slices.append(pending_slice)
         self._bytes += _SLICE_BYTES + _ID_BYTES * (len(blocks) + (source >= 0))
+        if state.kept_slot >= 0 and end == state.snapshot_end:
+            self._state_copies.append(StateCopy(state.id, end, state.kept_slot))
+            self._bytes += _STATE_COPY_BYTES
         self._num_samples += 1
         state.num_issued = end
         state.num_announced += len(blocks)
@@ -183,7 +193,8 @@ class VolumeBuilder:
             state.awaited_seqs.append(seq)
             state.draft_path += pending_slice.drafts
         payload = Payload("i32", (len(tokens),))
-        header = Volume(seq, self.prefill, tuple(slices), payload, interleaved)
+        copies = tuple(self._state_copies)
+        header = Volume(seq, self.prefill, tuple(slices), payload, interleaved, copies)
         return VolumeWithTokens(header, tokens)
 
 
@@ -227,6 +238,7 @@ class ControlIssuer:
             state.kv_end,
             state.state_slot or 0,
             state.adapter,
+            state.snapshot,
         )
         control = [ControlWithPayload(admit)]
         if request.grammar:

@@ -329,6 +329,11 @@ class Batcher:
         """Add up to ``maximum`` prefill rows of a request; returns their number."""
         limit = (state.num_announced + builder.block_room) * self._config.block_size
         count = min(maximum, min(len(state.tokens), limit) - state.num_issued)
+        before_snapshot = state.snapshot_end - state.num_issued
+        if 0 < before_snapshot <= count:
+            kept = self.cache.states.allocate_slot()
+            if kept is not None:
+                count, state.kept_slot = before_snapshot, kept
         self._add_rows(builder, state, count, now)
         self.num_prefill_rows += count
         return count
@@ -402,7 +407,8 @@ class Batcher:
             restored = len(copy.blocks) - len(found.blocks)
             self.swap.num_swap_ins += 1
         self.queues.admit_request(state, blocks, found, restored)
-        state.state_slot = self.cache.allocate_state_slot()
+        state.state_slot = self.cache.allocate_state_slot(found)
+        state.snapshot_end = self.cache.choose_snapshot_end(state, found)
         self._newly_admitted.append((state, copy if restored else None))
         if state.num_admissions == 1:
             self.num_prompt_tokens += state.num_prompt_tokens
@@ -412,10 +418,11 @@ class Batcher:
     def _find_admissible(self, state: RequestState, now: float) -> PrefixMatch | None:
         """The cached prefix that the request can start from; ``None`` if it can't be admitted now.
 
-        It gives up copying from a partial block if holding that block would prevent admission.
+        It gives up copying from a partial block, or a snapshot, if holding that would prevent
+        admission.
         """
         running = self.queues.num_running
-        if running >= self._config.max_num_seqs or not self.cache.has_state_slot:
+        if running >= self._config.max_num_seqs:
             return None
         need = self._config.blocks_for(min(len(state.tokens) + 1, state.kv_end))
         need += self._config.growth_blocks(running)
@@ -424,9 +431,8 @@ class Batcher:
             need += self.swap.reserved_blocks(now) if running else 0
             if state.host_copy.num_tokens > found.num_tokens:
                 found = self.cache.keep_full_blocks(found)
-        if not self.cache.can_allocate(found, need):
-            found = self.cache.keep_full_blocks(found)
-        return found if self.cache.can_allocate(found, need) else None
+        matches = self.cache.list_matches(found)
+        return next((each for each in matches if self.cache.can_allocate(each, need)), None)
 
     def _add_rows(
         self, builder: VolumeBuilder, state: RequestState, count: int, now: float

@@ -34,7 +34,8 @@ class SchedulerConfig:
     proposes drafts if there is one. ``preemption_mode`` decides what happens to preempted KV.
     ``max_queue_s`` is the default limit (s) of a request's wait for admission; 0 is none. Each
     request holds one of ``state_slots`` states of recurrent layers at every stage (0: the model
-    needs none).
+    needs none). With a prefix cache, free ones keep snapshots; a chunk is split for one that saves
+    at least ``min_snapshot_rows`` rows.
     """
 
     num_blocks: int
@@ -56,6 +57,7 @@ class SchedulerConfig:
     preemption_mode: PreemptionMode = "recompute"
     max_queue_s: float = 0.0
     state_slots: int = 0
+    min_snapshot_rows: int = 64
 
     def __post_init__(self) -> None:
         bounds = {
@@ -72,6 +74,7 @@ class SchedulerConfig:
             "lookahead_volumes": (0, MAX_LOOKAHEAD),
             "max_queue_s": (0, 86400),
             "state_slots": (0, 1 << 16),
+            "min_snapshot_rows": (1, 1 << 24),
         }
         for name, (minimum, maximum) in bounds.items():
             value = getattr(self, name)
@@ -88,10 +91,8 @@ class SchedulerConfig:
     def _check_recomputes(self) -> None:
         """Check that no row's effect on a state would have to be known later, or taken back."""
         drafts = self.num_speculative_tokens or self.lookahead_volumes
-        if self.prefix_cache or drafts or self.preemption_mode != "recompute":
-            raise UsageError(
-                "a model with recurrent layers can't have a prefix cache, drafts or swapping"
-            )
+        if drafts or self.preemption_mode != "recompute":
+            raise UsageError("a model with recurrent layers can't have drafts or swapping")
 
     @property
     def max_request_tokens(self) -> int:

@@ -1,7 +1,7 @@
 """KV blocks of running requests, their state slots, and the prefix cache."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from molink.errors import InvariantError
@@ -9,6 +9,7 @@ from molink.scheduler.blocks import BlockAllocator, ReleasingBlocks
 from molink.scheduler.config import SchedulerConfig
 from molink.scheduler.prefix_tree import PrefixMatch, PrefixTree, SpanLog, find_root
 from molink.scheduler.request_state import PendingRelease, RequestState
+from molink.scheduler.state_slots import StateSlots
 
 
 class KVCacheManager:
@@ -26,22 +27,23 @@ class KVCacheManager:
     depend on the maximum length (LongRoPE), only others as long: each has a root of its own in the
     tree. Eviction is common to all.
 
-    A model with recurrent layers has no prefix cache; each request holds one of the ``state_slots``
-    as long as its blocks.
+    With recurrent layers each request holds one of the ``state_slots`` as long as its blocks, and a
+    cached prefix can be used up to the end of a snapshot. A released request's slot becomes the
+    snapshot of all it has computed. Further ones are copies (:meth:`choose_snapshot_end`).
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.allocator = BlockAllocator(config.num_blocks)
-        #: Allocates slots of states as if they were blocks.
-        self.slot_allocator = BlockAllocator(config.state_slots)
+        self.states = StateSlots(config.state_slots)
+        self._min_snapshot_rows = config.min_snapshot_rows
         self._tree = PrefixTree(config.block_size)
         self._block_size = config.block_size
         #: Changes, for reports to routers.
         self.span_log = SpanLog()
         self._enabled = config.prefix_cache
         self._short_context = config.short_context
-        #: The last lookup: request, tree version and result.
-        self._last_lookup: tuple[RequestState, int, PrefixMatch] | None = None
+        #: The last lookup: request, versions of tree and snapshots, and result.
+        self._last_lookup: tuple[RequestState, int, int, PrefixMatch] | None = None
         self.num_hit_tokens = 0
         self.num_lookup_tokens = 0
         self.num_evictions = 0
@@ -56,44 +58,74 @@ class KVCacheManager:
         """Share of new requests' tokens found in the prefix cache."""
         return self.num_hit_tokens / self.num_lookup_tokens if self.num_lookup_tokens else 0.0
 
-    @property
-    def has_state_slot(self) -> bool:
-        """Whether another request can have a state, if it needs one."""
-        return not self.slot_allocator.total or self.slot_allocator.num_free > 0
+    def allocate_state_slot(self, found: PrefixMatch) -> int | None:
+        """Allocate a slot and hold the snapshot of the match until :meth:`release_snapshot` or a
+        release; ``None`` for a model without states.
 
-    def allocate_state_slot(self) -> int | None:
-        """Allocate a slot; ``None`` if there is none, as of a model without states."""
-        slots = self.slot_allocator.allocate_blocks(1)
-        return None if slots is None else slots[0]
+        Raises:
+            InvariantError: there is no slot.
+        """
+        if not self.states.are_needed:
+            return None
+        if found.snapshot >= 0:
+            self.states.allocator.share_blocks((found.snapshot,))
+        slot = self.states.allocate_slot()
+        if slot is None:
+            raise InvariantError("a request was admitted without a slot for its state")
+        return slot
+
+    def choose_snapshot_end(self, state: RequestState, found: PrefixMatch) -> int:
+        """The end of whole blocks after which an admitted request's state should be kept; 0: none.
+
+        As in Marconi (arXiv 2411.19379), it is where the request branches off from what others
+        have computed, which is likely to be shared again; then the chunk is split there. Without a
+        branch it is the last block of a long prompt, since the next turn of a chat may leave out
+        the beginning of this answer.
+        """
+        if not self._enabled or not self.states.are_needed:
+            return 0
+        size = self._block_size
+        branch, last = found.num_kv_tokens // size * size, (len(state.tokens) - 1) // size * size
+        end = branch if branch > found.num_tokens else last
+        return end if end - found.num_tokens >= self._min_snapshot_rows else 0
 
     def reclaim_released(self, seq: int) -> int:
         """Complete the release ``seq``; returns how many blocks became usable."""
-        self.slot_allocator.reclaim_released(seq)
+        self.states.allocator.reclaim_released(seq)
         return self.allocator.reclaim_released(seq)
 
     def find_prefix(self, state: RequestState) -> PrefixMatch:
         """The cached prefix of a waiting request; its last token is always computed."""
-        tree = self._tree
         if not self._enabled:
             return PrefixMatch()
-        if self._last_lookup is not None and self._last_lookup[:2] == (state, tree.version):
-            return self._last_lookup[2]
-        long = 0 < self._short_context < state.kv_end
-        root = find_root(state.request.cache_scope, is_other=long)
-        found = tree.match_prefix(state.tokens[:-1], root)
-        self._last_lookup = state, tree.version, found
+        versions = self._tree.version, self.states.version
+        if self._last_lookup is not None and self._last_lookup[:3] == (state, *versions):
+            return self._last_lookup[3]
+        found = self._match_tokens(state, len(state.tokens) - 1)
+        if self.states.are_needed:
+            found = self._end_at_snapshot(found)
+        self._last_lookup = state, *versions, found
         return found
 
     def keep_full_blocks(self, found: PrefixMatch) -> PrefixMatch:
         """Drop the partial block from a match, so that no block is held to be copied."""
-        return replace(found, copy_source=-1, num_tokens=len(found.blocks) * self._block_size)
+        full = replace(found, copy_source=-1, num_tokens=len(found.blocks) * self._block_size)
+        return self._end_at_snapshot(full, full_blocks=True) if self.states.are_needed else full
+
+    def list_matches(self, found: PrefixMatch) -> Iterator[PrefixMatch]:
+        """A match and shorter ones that hold fewer blocks and slots besides the request's own."""
+        yield found
+        yield self.keep_full_blocks(found)
+        if found.snapshot >= 0:
+            yield PrefixMatch(self._root_of(found), num_kv_tokens=found.num_kv_tokens)
 
     def can_allocate(self, found: PrefixMatch, total: int) -> bool:
-        """Whether a table of ``total`` blocks, the matched ones included, can be allocated."""
+        """Whether a table of ``total`` blocks, the matched ones included, and a state slot if one
+        is needed can be allocated."""
         lacking = total - len(found.blocks)
-        if lacking > self.num_available:
+        if lacking > self.num_available or not self.states.can_allocate(found.snapshot):
             return False
-        return lacking <= self.num_available - self.allocator.count_settled(_matched_blocks(found))
+        return lacking <= self.num_available - self.allocator.count_settled(found.matched_blocks)
 
     def allocate_table(self, found: PrefixMatch, total: int) -> list[int] | None:
         """A table of ``total`` blocks that begins with the match; ``None`` if too few are
@@ -103,7 +135,7 @@ class KVCacheManager:
         """
         if not self.can_allocate(found, total):
             return None
-        self.allocator.share_blocks(_matched_blocks(found))
+        self.allocator.share_blocks(found.matched_blocks)
         fresh = self.allocate_blocks(total - len(found.blocks))
         if fresh is None:
             raise InvariantError("available blocks can't be allocated")
@@ -128,15 +160,28 @@ class KVCacheManager:
         self.allocator.unshare_block(state.copy_source)
         state.copy_source = -1
 
-    def cache_full_blocks(self, state: RequestState) -> None:
+    def release_snapshot(self, state: RequestState) -> None:
+        """Drop the snapshot that a request has continued once its first rows are back."""
+        self.states.allocator.unshare_block(state.snapshot)
+        state.snapshot = -1
+
+    def cache_computed(self, state: RequestState) -> None:
         """Insert the full blocks that a running request has computed, for others to share.
 
-        It stops where another request's block has the same tokens, since a request may only hold
-        blocks below ones that it holds.
+        Its copied state becomes a snapshot if its prefix is cached then.
         """
         state.has_cached_blocks = True
         if not self._enabled:
             return
+        self._cache_full_blocks(state)
+        if state.kept_slot >= 0:
+            self._add_snapshot(state, state.kept_slot, state.snapshot_end)
+            self.states.allocator.unshare_block(state.kept_slot)
+            state.kept_slot = -1
+
+    def _cache_full_blocks(self, state: RequestState) -> None:
+        """Insert full blocks up to where another request's block has the same tokens, since a
+        request may only hold blocks below ones that it holds."""
         for index in range(state.tree_depth, state.num_computed // self._block_size):
             key = tuple(state.tokens[index * self._block_size : (index + 1) * self._block_size])
             if self._tree.find_child(state.tree_node, key) is not None:
@@ -154,11 +199,13 @@ class KVCacheManager:
         leaf = state.tree_node
         if self._enabled and state.has_valid_kv:
             leaf = self._insert_released(state)
+            self._keep_released_states(state)
         self.allocator.release_blocks(seq, pending.held_blocks)
-        if state.state_slot is not None:
-            self.slot_allocator.release_blocks(seq, (state.state_slot,))
+        self.states.allocator.release_blocks(seq, state.held_slots)
         self.allocator.touch_blocks(self._tree.path_to_root(leaf))
         if not state.has_valid_kv:
+            for block in self._match_tokens(state, len(state.tokens)).matched_blocks:
+                self.states.drop_snapshots(block)
             self._evict_invalid(leaf)
 
     def collect_releasing(self, pending: Iterable[PendingRelease]) -> ReleasingBlocks:
@@ -188,15 +235,58 @@ class KVCacheManager:
             node = self._cache_block(state, node, rest, state.blocks[full])
         return node
 
+    def _keep_released_states(self, state: RequestState) -> None:
+        """Make snapshots of the states that a request leaves, unless rows in flight change them."""
+        end = state.num_computed
+        if state.state_slot is not None and end == state.num_issued and not state.is_fresh:
+            self._add_snapshot(state, state.state_slot, end)
+        if state.kept_slot >= 0 and state.snapshot_end <= end:
+            self._add_snapshot(state, state.kept_slot, state.snapshot_end)
+
+    def _add_snapshot(self, state: RequestState, slot: int, end: int) -> None:
+        """Keep the state after the first ``end`` tokens of a request if their KV is cached."""
+        found = self._match_tokens(state, end)
+        if found.num_tokens == end:
+            index = (end - 1) // self._block_size
+            block = found.matched_blocks[index]
+            self.states.add_snapshot(slot, block, end - index * self._block_size)
+
+    def _match_tokens(self, state: RequestState, end: int) -> PrefixMatch:
+        """The part of a request's first ``end`` tokens whose KV is cached."""
+        long = 0 < self._short_context < state.kv_end
+        root = find_root(state.request.cache_scope, is_other=long)
+        return self._tree.match_prefix(state.tokens[:end], root)
+
+    def _root_of(self, found: PrefixMatch) -> int:
+        """The root of the tree above a match."""
+        path = found.matched_blocks
+        return self._tree.parent_of(path[0]) if path else found.end_node
+
+    def _end_at_snapshot(self, found: PrefixMatch, *, full_blocks: bool = False) -> PrefixMatch:
+        """The longest part of a match that a snapshot ends, with no partial block if so asked."""
+        size, path = self._block_size, found.matched_blocks
+        known = max(found.num_kv_tokens, found.num_tokens)
+        for index in reversed(range(len(path))):
+            maximum = min(size, found.num_tokens - index * size)
+            kept = self.states.find_snapshot(path[index], size if full_blocks else 1, maximum)
+            if kept is not None:
+                tokens, slot = kept
+                blocks = path[: index + tokens // size]
+                source = -1 if tokens == size else path[index]
+                end = blocks[-1] if blocks else self._root_of(found)
+                return PrefixMatch(end, blocks, source, index * size + tokens, slot, known)
+        return PrefixMatch(self._root_of(found), num_kv_tokens=known)
+
     def _cache_block(
         self, state: RequestState, parent: int, key: tuple[int, ...], block: int
     ) -> int:
         """Insert a block of ``state`` and evict the partial block that it supersedes."""
         before = self._tree.find_shorter(parent, key)
-        if before is not None and self.allocator.is_cached(before):
-            self._evict_block(before)
         self.allocator.mark_cached(block)
         self._tree.insert_block(parent, key, block)
+        if before is not None and self.allocator.is_cached(before):
+            self.states.move_snapshots(before, block)
+            self._evict_block(before)
         if len(key) == self._block_size:
             self.span_log.add_block(block, parent, key, state.request.cache_scope)
         return block
@@ -215,6 +305,7 @@ class KVCacheManager:
         self.num_evictions += 1
 
     def _evict_block(self, block: int) -> None:
+        self.states.drop_snapshots(block)
         self._tree.remove_block(block)
         self.span_log.remove_block(block)
         self.allocator.evict_block(block)
@@ -232,15 +323,11 @@ class KVCacheManager:
         del references[-1]
         self.allocator.validate(references, self._tree)
         states = [*requests, *(each.state for each in pending)]
-        slots = Counter(each.state_slot for each in states if each.state_slot is not None)
-        self.slot_allocator.validate(slots, ())
+        slots = Counter(slot for each in states for slot in each.held_slots)
+        self.states.validate(slots, self._tree)
         self._tree.validate()
         ages = {block: index for index, block in enumerate(self.allocator.eviction_order)}
         for block in self._tree:
             parent = self._tree.parent_of(block)
             if parent in ages and ages.get(block, len(ages)) > ages[parent]:
                 raise InvariantError(f"block {block} outlives its parent {parent}")
-
-
-def _matched_blocks(found: PrefixMatch) -> tuple[int, ...]:
-    return found.blocks if found.copy_source < 0 else (*found.blocks, found.copy_source)

@@ -37,12 +37,22 @@ class PrefixMatch:
 
     The full ``blocks`` lead from the root to ``end_node``. ``copy_source`` is a block that begins
     with the tokens that follow, up to ``num_tokens`` in all; -1 if there are none.
+
+    With recurrent layers, it ends where a ``snapshot`` (a slot) has the state; -1 if there is none.
+    ``num_kv_tokens`` are the tokens whose KV is cached with or without a state.
     """
 
     end_node: int = ROOT
     blocks: tuple[int, ...] = ()
     copy_source: int = -1
     num_tokens: int = 0
+    snapshot: int = -1
+    num_kv_tokens: int = 0
+
+    @property
+    def matched_blocks(self) -> tuple[int, ...]:
+        """All blocks with its tokens, in order."""
+        return self.blocks if self.copy_source < 0 else (*self.blocks, self.copy_source)
 
 
 class PrefixTree:
@@ -71,6 +81,9 @@ class PrefixTree:
     def __iter__(self) -> Iterator[int]:
         return iter(self._locations)
 
+    def __contains__(self, block: int) -> bool:
+        return block in self._locations
+
     def match_prefix(self, tokens: Sequence[int], root: int = ROOT) -> PrefixMatch:
         """The longest cached prefix of ``tokens`` below ``root``, to the token.
 
@@ -89,6 +102,10 @@ class PrefixTree:
 
     def parent_of(self, block: int) -> int:
         return self._locations[block][0]
+
+    def count_tokens(self, block: int) -> int:
+        """The number of tokens of a block in the tree."""
+        return len(self._locations[block][1])
 
     def find_child(self, parent: int, key: BlockTokens) -> int | None:
         """The child of ``parent`` with the tokens ``key``."""

@@ -381,7 +381,8 @@ class RequestQueues:
         state.blocks, state.state_slot = [], None
         state.in_flight = {}
         state.clear_draft_path()
-        state.copy_source = -1
+        state.copy_source = state.snapshot = state.kept_slot = -1
+        state.snapshot_end = 0
         state.tree_node = ROOT
 
     def validate(self) -> None:

@@ -78,6 +78,12 @@ class RequestState:
     blocks: list[int] = field(default_factory=list)
     #: Slot of its state in recurrent layers, if the model has some.
     state_slot: int | None = None
+    #: Slot of the snapshot that its first rows continue, until they are back; -1 if none.
+    snapshot: int = -1
+    #: Tokens after which its state is copied to a snapshot, 0 if it isn't; and the snapshot's slot,
+    #: from the issue of the last of these rows until it is in the prefix cache, else -1.
+    snapshot_end: int = 0
+    kept_slot: int = -1
     #: Blocks that the stages know of.
     num_announced: int = 0
     #: Latest ``seq`` that admits it or has rows of it.
@@ -204,6 +210,12 @@ class RequestState:
         """Whether none of its rows has been run since its admission."""
         return self.num_issued == self.num_reused
 
+    @property
+    def held_slots(self) -> list[int]:
+        """All state slots that it references."""
+        own = -1 if self.state_slot is None else self.state_slot
+        return [slot for slot in (own, self.snapshot, self.kept_slot) if slot >= 0]
+
     def start_admission(
         self, request_id: int, blocks: list[int], found: PrefixMatch, restored: int = 0
     ) -> None:
@@ -225,6 +237,7 @@ class RequestState:
             if self.num_generated and self.num_issued == len(self.tokens) - 1:
                 self.phase = "decode"
         self.tree_node, self.copy_source = found.end_node, found.copy_source
+        self.snapshot = found.snapshot
         self.has_cached_blocks = False
         self.num_admitted = len(self.tokens)
 

@@ -202,6 +202,8 @@ class Scheduler:
                 self._queues.policy.on_rows_returned(state, seconds, now)
             if request_slice.copy_from_block >= 0:
                 self._cache.release_copy_source(state)
+            if state.snapshot >= 0:
+                self._cache.release_snapshot(state)
             found = choices.get(request_slice.request, [])
             if request_slice.request in failed:
                 emissions.append(self._fail_request(state, _NO_TOKEN_REASON, now))
@@ -394,7 +396,7 @@ class Scheduler:
         """Append a token to a live request and emit it."""
         self._counts["tokens"] += 1
         if not state.has_cached_blocks:
-            self._cache.cache_full_blocks(state)
+            self._cache.cache_computed(state)
         state.num_issued = len(state.tokens)  # the previous token had a row, if only as a draft
         state.tokens.append(choice.token)
         self._queues.fair_shares.on_token(state)
@@ -473,7 +475,8 @@ def check_invariants(
         if len(state.tokens) - state.num_credited > state.credit_window:
             raise InvariantError(f"request {state.id} exceeds its credit window")
         if state.phase == "waiting":
-            if state.blocks or state.in_flight or state.copy_source >= 0 or state.tree_node != ROOT:
+            held = state.blocks or state.held_slots or state.copy_source >= 0
+            if held or state.in_flight or state.tree_node != ROOT:
                 raise InvariantError(f"request {state.key} waits with blocks or rows")
         else:
             _check_admitted(state, config, in_flight)
@@ -488,5 +491,9 @@ def _check_admitted(
         raise InvariantError(f"request {state.id} has other rows in flight")
     if state.copy_source >= 0 and state.num_computed > state.num_reused:
         raise InvariantError(f"request {state.id} still holds a block that it has copied from")
+    if state.snapshot >= 0 and state.num_computed > state.num_reused:
+        raise InvariantError(f"request {state.id} still holds a snapshot that it has continued")
+    if state.kept_slot >= 0 and state.num_issued < state.snapshot_end:
+        raise InvariantError(f"request {state.id} keeps a state before its rows are issued")
     if not state.tree_depth * config.block_size <= max(state.num_reused, state.num_computed):
         raise InvariantError(f"request {state.id} shares blocks that are not computed")

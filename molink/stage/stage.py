@@ -286,6 +286,17 @@ class Stage:
         self._pool.copy_block(source, table[start // size], start % size)
 
     @torch.inference_mode()
+    def copy_state(self, source: int, target: int) -> None:
+        """Copy the state of recurrent layers in slot ``source`` to slot ``target``.
+
+        Raises:
+            InvariantError: the stage has no such slots.
+        """
+        if self._layer_pass is None or self._layer_pass.states is None:
+            raise InvariantError("copy_state was called without states")
+        self._layer_pass.states.copy_slot(source, target)
+
+    @torch.inference_mode()
     def open_host_pool(self, nbytes: int, stages_per_host: int = 1) -> tuple[int, float]:
         """Allocate up to ``nbytes`` of host memory for KV blocks.
 

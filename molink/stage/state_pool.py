@@ -1,4 +1,4 @@
-"""States of requests in recurrent layers: one slot for each request, beside the KV pool."""
+"""States of requests in recurrent layers: slots beside the KV pool."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,7 +36,8 @@ class StatePool:
     """``slots`` slots for the states of requests in ``layers`` recurrent layers, in float32.
 
     A request keeps its slot from its first row to its release, and all layers share it. States
-    change with each row, so a request's rows must come in order, each once.
+    change with each row, so a request's rows must come in order, each once. Other slots keep
+    copies for the prefix cache; the scheduler numbers all.
     """
 
     def __init__(
@@ -55,6 +56,16 @@ class StatePool:
             self.conv_rows[:, slot] = 0
             self.memories[:, slot] = 0
 
+    def copy_slot(self, source: int, target: int) -> None:
+        """Copy the state of slot ``source`` in all layers to slot ``target``.
+
+        Raises:
+            InvariantError: there is no such slot.
+        """
+        self._check_slots((source, target))
+        self.conv_rows[:, target] = self.conv_rows[:, source]
+        self.memories[:, target] = self.memories[:, source]
+
     def locate_rows(self, sequences: Sequence[SequenceRows]) -> StateRows:
         """Divide a step's rows, and clear the slots of requests that start.
 
@@ -63,11 +74,7 @@ class StatePool:
         Raises:
             InvariantError: there is no such slot.
         """
-        for sequence in sequences:
-            if not 0 <= sequence.state_slot < self.slots:
-                raise InvariantError(
-                    f"state {sequence.state_slot} is not in a pool of {self.slots}"
-                )
+        self._check_slots([sequence.state_slot for sequence in sequences])
         self.clear_slots([sequence.state_slot for sequence in sequences if sequence.start == 0])
         rows, slots, chunks, first = [], [], [], 0
         for sequence in sequences:
@@ -80,3 +87,8 @@ class StatePool:
         both = upload_integers(rows + slots, self._device)
         sole = slots[0] if len(slots) == 1 else None
         return StateRows(both[: len(rows)], both[len(rows) :], sole, tuple(chunks))
+
+    def _check_slots(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            if not 0 <= slot < self.slots:
+                raise InvariantError(f"state {slot} is not in a pool of {self.slots}")

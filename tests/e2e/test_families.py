@@ -77,3 +77,14 @@ def test_states_are_computed_again_after_a_worker_was_killed(
                 assert not any(each.done() for each in asked)
                 psutil.Process(found["workers"][0]["pid"]).kill()
                 assert [each.result() for each in asked] == expected, stage
+
+            def count_cached() -> int:
+                answer = client.completions.create(
+                    model=model, prompt="foxes of the forest " * 20, temperature=0, max_tokens=8
+                )
+                texts.append(answer.choices[0].text)
+                return answer.usage.prompt_tokens_details.cached_tokens
+
+            texts = list[str]()
+            assert count_cached() == 0 < count_cached()
+            assert texts[0] == texts[1]

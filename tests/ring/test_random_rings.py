@@ -111,9 +111,10 @@ class More:
 
 @dataclass
 class State:
-    """A request at a stage."""
+    """A request at a stage; it may still have to copy the state that it continues."""
 
     admit: Admit
+    is_copied: bool = False
     blocks: list[int] = field(default_factory=list)
     history: list[int] = field(default_factory=list)
     last: tuple[int, int] = (-1, -1)
@@ -145,6 +146,7 @@ class Stage:
         self.requests: dict[int, State] = {}
         #: Tokens that each state slot has seen.
         self.states: dict[int, tuple[int, ...]] = {}
+        self.num_copies = 0
         self.running: list[Step] = []
 
     def arrive(
@@ -239,6 +241,12 @@ class Stage:
         for request_slice in volume.slices:
             state = self.requests[request_slice.request]
             state.blocks += request_slice.blocks
+            if state.admit.copy_from_state >= 0 and not state.is_copied:
+                state.is_copied = True
+                seen = self.states[state.admit.copy_from_state]
+                assert len(seen) == request_slice.start
+                self.states[state.admit.state_slot] = seen
+                self.num_copies += 1
             if request_slice.copy_from_block >= 0:
                 target, end = self._slot(state, request_slice.start)
                 assert end
@@ -262,6 +270,10 @@ class Stage:
                     seen = self.states[state.admit.state_slot] if position else ()
                     assert (*seen, tokens[-1]) == tokens
                     self.states[state.admit.state_slot] = tokens
+            for copy in volume.state_copies:
+                if (copy.request, copy.end) == (request_slice.request, len(tokens)):
+                    self.states[copy.target] = tokens
+                    self.num_copies += 1
             first += request_slice.count
 
     def _read(self, volume: Volume) -> tuple[list[SampledId], list[int]]:
@@ -613,7 +625,6 @@ def make_request(rng: random.Random, ring: Ring, key: str, maximum: int) -> Requ
 
 #: What models with recurrent layers have instead.
 WITH_STATES: dict[str, Any] = {
-    "prefix_cache": False,
     "num_speculative_tokens": 0,
     "lookahead_volumes": 0,
     "draft_model": None,
@@ -634,7 +645,7 @@ ANY_RING = given(
     draft_model=st.sampled_from([None, SMALL]),
     preemption_mode=st.sampled_from(["proactive-swap", *PREEMPTION_MODES]),
     host_blocks=st.sampled_from([HOST_BLOCKS, 8, 2, 0]),
-    state_slots=st.sampled_from([0, 0, 0, 1, 3, 8]),
+    state_slots=st.sampled_from([0, 0, 0, 1, 2, 3, 8]),
     seed=st.integers(0, 1 << 32),
 )
 
@@ -678,7 +689,9 @@ def every_request_gets_its_own_tokens(
         preemption_mode=preemption_mode,
     )
     if state_slots:
-        limits = replace(limits, state_slots=state_slots, **WITH_STATES)
+        rows = rng.choice([1, 1, 2, 8])
+        given = WITH_STATES | {"state_slots": state_slots, "min_snapshot_rows": rows}
+        limits = replace(limits, **given)
     ring = Ring(stages, limits, sub_chunk_policy, rng, policy, host_blocks)
     maximum = min(blocks * block_size, 40)
     slowdown = rng.choice([2, 4, 2 * stages + 1, 6 * stages])
@@ -816,6 +829,27 @@ def test_cancel_frees_blocks_within_one_iteration(stages: int, when: str) -> Non
     assert gauges["scheduler_blocks_used"] == held
     assert gauges["scheduler_cancel_iterations_max"] == (0 if when == "waiting" else 1)
     ring.drain(lambda events: events[0])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_chats_continue_from_kept_states(seed: int) -> None:
+    """Each stage copies states in time, whatever order things happen in."""
+    rng = random.Random(seed)
+    limits = SchedulerConfig(
+        64, 4, 2, max_num_batched_tokens=8, **WITH_STATES, state_slots=6, min_snapshot_rows=4
+    )
+    ring = Ring(3, limits, AnyPieces(seed))
+    system = tuple(rng.randrange(VOCABULARY) for _ in range(13))
+    for turn in range(4):
+        for chat in range(3):
+            before = ring.clients.get(f"{turn - 1}.{chat}")
+            known = system if before is None else (*before.submitted, *before.got)
+            tokens = (*known, *(rng.randrange(VOCABULARY) for _ in range(4)))
+            sampling = SamplingParams(seed=chat)
+            ring.submit(make_state("daemon", f"{turn}.{chat}", tokens, len(tokens), 7, sampling))
+        ring.drain(rng.choice)
+    assert all(stage.num_copies >= 9 for stage in ring.stages)
+    assert ring.scheduler.collect_stats()[1]["scheduler_prefix_hit_rate"] > 0.5
 
 
 def test_rejected_row_ends_only_its_request() -> None:

@@ -23,7 +23,8 @@ class StageRequest:
     """One request at one stage.
 
     ``max_positions`` is the length it may reach, ``blocks`` its block table so far, ``state_slot``
-    where recurrent layers keep its state, ``adapter`` the number of its adapter. On the last stage,
+    where recurrent layers keep its state, copied from the slot ``copy_from_state`` before its first
+    rows (-1: no more, or never), ``adapter`` the number of its adapter. On the last stage,
     ``history`` holds its tokens where penalties or a grammar must be restored, ``matcher``
     its grammar, and ``last_sampled`` the position and token sampled last. ``failed`` is set once a
     step failed here or at an earlier stage: its KV is invalid from then on.
@@ -33,6 +34,7 @@ class StageRequest:
     prompt_tokens: int
     max_positions: int = 0
     state_slot: int = 0
+    copy_from_state: int = -1
     adapter: int = 0
     blocks: list[int] = field(default_factory=list)
     history: "TokenHistory" = field(default_factory=_empty_history)
@@ -61,6 +63,7 @@ class RequestTable:
             message.prompt_tokens,
             message.max_positions,
             message.state_slot,
+            message.copy_from_state,
             message.adapter,
         )
 

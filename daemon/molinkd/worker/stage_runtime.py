@@ -237,8 +237,7 @@ def _make_scheduler_limits(
 ) -> SchedulerConfig:
     stage = engine.stage
     config = stage.config
-    # A state has no history: it can neither be shared, nor give rows back, nor be swapped out by
-    # blocks.
+    # A state has no history: it can neither give rows back, nor be swapped out by blocks.
     keeps_states = config.keeps_states
     drafts, max_num_seqs, state_slots = (
         start.settings.num_speculative_tokens,
@@ -260,8 +259,7 @@ def _make_scheduler_limits(
         max_queue_s=start.settings.max_queue_time,
         max_model_len=start.max_model_len,
         # Prefixes are shareable only if keys do not depend on the request's length.
-        prefix_cache=start.settings.prefix_cache
-        and not (config.keys_depend_on_length or keeps_states),
+        prefix_cache=start.settings.prefix_cache and not config.keys_depend_on_length,
         short_context=config.short_context,
         profiles=command.profiles,
         prefill_only_batches=start.settings.prefill_only_batches,

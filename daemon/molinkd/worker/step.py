@@ -10,7 +10,7 @@ from molink.stage.batch import SequenceRows, StageInput, StageOutput
 from molink.stage.device_copy import download_rows
 from molink.stage.stage import Stage
 from molink.stage.torch_dtypes import TORCH_DTYPES
-from molink.wire.messages.data_plane import RequestSlice
+from molink.wire.messages.data_plane import RequestSlice, Volume
 from molinkd.worker.request_table import RequestTable, StageRequest
 from molinkd.worker.sampler import plan_sampling, pool_step, sample_step
 
@@ -40,6 +40,7 @@ def run_step(
     for rows in groups:
         if rows.copy_from_block >= 0:
             stage.copy_block(rows.copy_from_block, requests[rows.request].blocks, rows.start)
+        _restore_state(stage, requests[rows.request])
     tokens, hidden = _gather_input(stage, step_inputs)
     if hidden is not None:
         hidden = _mark_failed(requests, groups, hidden)
@@ -58,6 +59,8 @@ def run_step(
         logit_rows=tuple(row for one in wanted for row in one.logit_rows),
     )
     output = stage.compute_step(batch, between_layers)
+    for step_input in step_inputs:
+        _copy_states(stage, requests, step_input.volume)
     if stage.is_last and not stage.config.has_output_head:
         return pool_step(step_inputs, requests, wanted, output.rows)
     if stage.is_last:
@@ -79,6 +82,21 @@ def fail_step(
     shape = (sum(rows.count for rows in groups), stage.config.hidden_size)
     output = torch.empty(shape, dtype=TORCH_DTYPES[stage.wire_dtype])
     return _split_output(requests, step_inputs, output)
+
+
+def _restore_state(stage: Stage, state: StageRequest) -> None:
+    """Copy the snapshot that the first rows of a request continue."""
+    if state.copy_from_state >= 0:
+        stage.copy_state(state.copy_from_state, state.state_slot)
+        state.copy_from_state = -1
+
+
+def _copy_states(stage: Stage, requests: RequestTable, volume: Volume) -> None:
+    """Copy states to snapshots after the rows of ``volume`` that have run."""
+    ends = {(rows.request, rows.start + rows.count) for rows in volume.slices}
+    for copy in volume.state_copies:
+        if (copy.request, copy.end) in ends:
+            stage.copy_state(requests[copy.request].state_slot, copy.target)
 
 
 def _gather_input(

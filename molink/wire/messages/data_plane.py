@@ -67,6 +67,8 @@ MAX_GRAMMAR_BYTES = 128 * 1024
 Epoch = Count
 Seq = Count
 RequestId = Index
+#: -1: none.
+OptionalIndex = Annotated[int, msgspec.Meta(ge=-1, lt=2**31)]
 RepetitionPenalty = Annotated[
     float, msgspec.Meta(ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)
 ]
@@ -131,6 +133,8 @@ class Admit(LeanMessage, frozen=True, tag="admit"):
     state_slot: Index = 0
     #: Number of its adapter among the model's, from 1; 0 for none.
     adapter: Annotated[int, msgspec.Meta(ge=0, le=MAX_ADAPTERS)] = 0
+    #: Slot from which its state is copied before its first rows, on a prefix cache hit; -1: none.
+    copy_from_state: OptionalIndex = -1
 
 
 class History(LeanMessage, frozen=True, tag="history"):
@@ -191,7 +195,7 @@ class RequestSlice(LeanMessage, frozen=True, tag=False):
     sample: bool = False
     #: Block from which the positions before ``start`` are copied into this request's block first,
     #: on a partial prefix cache hit; -1: none.
-    copy_from_block: Annotated[int, msgspec.Meta(ge=-1, lt=2**31)] = -1
+    copy_from_block: OptionalIndex = -1
     #: Tokens of the last rows, or of all. Only for sampled decode rows.
     drafts: Annotated[tuple[Index, ...], msgspec.Meta(max_length=MAX_DRAFTS)] = ()
 
@@ -210,6 +214,14 @@ class RequestSlice(LeanMessage, frozen=True, tag=False):
         return not self.is_lookahead or (self.start, self.drafts[0]) == (position, token)
 
 
+class StateCopy(LeanMessage, frozen=True, tag=False):
+    """The state of a request after its first ``end`` tokens is copied to slot ``target``."""
+
+    request: RequestId
+    end: Index
+    target: Index
+
+
 class Volume(LeanMessage, frozen=True, tag="volume"):
     """Activations of one micro-batch's decode rows, or of one prefill chunk.
 
@@ -225,6 +237,8 @@ class Volume(LeanMessage, frozen=True, tag="volume"):
     #: Whether stages may run decode rows between a chunk's layers, see
     #: :mod:`molink.ring.interleaving`.
     interleaved: bool = False
+    #: Snapshots for the prefix cache, at the ends of slices.
+    state_copies: Annotated[tuple[StateCopy, ...], msgspec.Meta(max_length=MAX_SLICES)] = ()
 
     @property
     def count(self) -> int:

@@ -167,7 +167,7 @@ async def test_states_turn_off_what_they_can_not_do() -> None:
             kept = made.prefix_cache, made.num_speculative_tokens, made.preemption_mode
             counts = made.state_slots, made.max_num_seqs, made.lookahead_volumes
             if recurrent:
-                assert (kept, counts) == ((False, 0, "recompute"), (4, 4, 0))
+                assert (kept, counts) == ((True, 0, "recompute"), (4, 4, 0))
             else:
                 assert (kept, counts[:2]) == ((True, AUTO_DRAFTS, "proactive-swap"), (0, 64))
         finally:

@@ -1,6 +1,7 @@
 """Models that keep a state of each request, in a ring of real stages without processes.
 
-Answers are those of transformers, whatever is scheduled, preempted or cancelled meanwhile.
+Answers are those of transformers, whatever is scheduled, preempted, cancelled or found in the
+prefix cache meanwhile.
 """
 
 import random
@@ -59,7 +60,7 @@ class States:
     def __init__(self, stages: Sequence[Stage], **limits: Any) -> None:
         self.queue, tables = EventQueue(), [RequestTable() for _ in stages]
         given = {"num_blocks": 96, "block_size": BLOCK_SIZE, "micro_batches": 2}
-        given |= {"max_num_batched_tokens": 16, "prefix_cache": False, "state_slots": 8}
+        given |= {"max_num_batched_tokens": 16, "state_slots": 8, "min_snapshot_rows": 4}
         bounds = SchedulerConfig(**given | limits)
         for stage in stages:
             stage.allocate_kv_pool(bounds.num_blocks, BLOCK_SIZE, bounds.state_slots)
@@ -73,6 +74,8 @@ class States:
         )
         self.ring.on_emission = lambda emission, _: self._keep(emission.message)
         self.answers: dict[str, list[int]] = {}
+        #: Tokens of each prompt that were found in the prefix cache.
+        self.cached: dict[str, int] = {}
 
     @property
     def scheduler(self) -> Any:
@@ -95,6 +98,8 @@ class States:
 
     def _keep(self, message: Any) -> None:
         assert isinstance(message, OutputToken), message
+        if not self.answers[message.key]:
+            self.cached[message.key] = message.cached_tokens
         self.answers[message.key].append(message.token)
 
 
@@ -194,16 +199,66 @@ def test_rows_run_between_the_layers_of_a_chunk(
     assert answer == expected["5"][:7]
 
 
+def test_a_chat_is_continued_from_its_state(stages: Sequence[Stage], folder: Path) -> None:
+    """Each turn computes only what is new, and one again from a snapshot of its prompt."""
+    served, reference = States(stages), Reference(folder)
+    rng, prompt, cached = random.Random(7), list[int](), list[int]()
+    for turn in range(3):
+        prompt += [rng.randrange(256) for _ in range(13)]
+        key = f"turn {turn}"
+        served.submit({key: tuple(prompt)})
+        assert served.finish()[key] == reference.generate(tuple(prompt), ANSWER)
+        cached.append(served.cached[key])
+        if turn < 2:
+            prompt += served.answers[key]
+    assert cached == [0, 13 + ANSWER - 1, 2 * (13 + ANSWER) - 1]
+    served.submit({"again": tuple(prompt)})
+    assert served.finish()["again"] == served.answers["turn 2"]
+    assert served.cached["again"] == len(prompt) // BLOCK_SIZE * BLOCK_SIZE
+
+
+def test_a_shared_beginning_is_computed_until_its_state_is_kept(
+    stages: Sequence[Stage], folder: Path
+) -> None:
+    """The second request shows where others branch off; later ones start there at once."""
+    served, reference, rng = States(stages), Reference(folder), random.Random(8)
+    system = [rng.randrange(256) for _ in range(22)]
+    asked = {
+        key: (*system, number, *(rng.randrange(256) for _ in range(6)))
+        for number, key in enumerate("abcde")
+    }
+    for keys in ("a", "b", "cde"):
+        served.submit({key: asked[key] for key in keys})
+        served.finish()
+    assert [served.cached[key] for key in "abcde"] == [0, 0, 20, 20, 20]
+    expected = {key: reference.generate(prompt, ANSWER) for key, prompt in asked.items()}
+    assert served.answers == expected
+
+
+def test_repeated_prompts_share_few_slots(
+    stages: Sequence[Stage], prompts: Prompts, expected: dict[str, list[int]]
+) -> None:
+    """Requests are preempted and snapshots dropped for others, but no answer changes."""
+    served = States(stages, num_blocks=28, state_slots=5, min_snapshot_rows=1)
+    for turn in "ab":  # the last prompts first, before they are evicted
+        served.submit({f"{turn}{key}": prompts[key] for key in sorted(prompts, reverse=turn > "a")})
+        served.finish()
+    for turn in "ab":
+        assert {key: served.answers[f"{turn}{key}"] for key in prompts} == expected
+    counters, _ = served.scheduler.collect_stats()
+    assert counters["scheduler_preemptions_total"]
+    assert any(served.cached.values())
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"prefix_cache": True},
         {"num_speculative_tokens": 2},
         {"lookahead_volumes": 1},
         {"preemption_mode": "reactive-swap"},
     ],
 )
 def test_what_a_state_can_not_do_is_refused(wrong: dict[str, Any]) -> None:
-    limits = {"num_blocks": 8, "block_size": 4, "micro_batches": 1, "prefix_cache": False}
+    limits = {"num_blocks": 8, "block_size": 4, "micro_batches": 1}
     with pytest.raises(UsageError, match="recurrent layers"):
         SchedulerConfig(**limits | {"state_slots": 2} | wrong)
