@@ -7,6 +7,7 @@ Supported ``architectures``:
 - ``GraniteMoeForCausalLM``: the same with experts
 - ``GraniteMoeHybridForCausalLM``: Granite 4; Mamba-2 in most layers
 - ``SeedOssForCausalLM``
+- ``OlmoHybridForCausalLM``: OLMo 2 with the gated delta rule in most layers
 - ``Exaone4ForCausalLM``: OLMo's norms, RoPE in layers with windows only
 - ``SmolLM3ForCausalLM``: some layers without RoPE
 - ``Olmo2ForCausalLM``, ``Olmo3ForCausalLM``: norms after attention and MLP only, query and key
@@ -95,6 +96,7 @@ Family = Literal[
     "internlm3",
     "phimoe",
     "nemotron_h",
+    "olmo_hybrid",
 ]
 
 #: ``architectures`` entry → family, which is also its ``model_type``.
@@ -142,6 +144,7 @@ ARCHITECTURES: dict[str, Family] = {
     "Mistral4ForCausalLM": "mistral4",
     "InternLM3ForCausalLM": "internlm3",
     "NemotronHForCausalLM": "nemotron_h",
+    "OlmoHybridForCausalLM": "olmo_hybrid",
     # As the hub has it, and transformers.
     "PhiMoEForCausalLM": "phimoe",
     "PhimoeForCausalLM": "phimoe",
@@ -328,6 +331,7 @@ _FAMILIES: dict[Family, Callable[[ConfigFields, int], FamilyTraits]] = {
     "internlm3": family_traits.internlm3,
     "phimoe": mixture_traits.phimoe,
     "nemotron_h": mixture_traits.nemotron_h,
+    "olmo_hybrid": family_traits.olmo_hybrid,
     "gemma2": family_traits.gemma2,
     "gemma3_text": family_traits.gemma3,
 }

@@ -10,6 +10,7 @@ from molink.checkpoint.recurrent import (
     parse_conv_layers,
     parse_delta_rule,
     parse_linear_layers,
+    parse_olmo_delta_rule,
     parse_short_conv,
 )
 from molink.checkpoint.rope import (
@@ -139,6 +140,23 @@ def _olmo_traits(fields: ConfigFields, layers: int, rope: RopeConfig) -> FamilyT
         output_bias=biased,
         qk_norm="all heads",
         norms=_POST_NORMS,
+    )
+
+
+def olmo_hybrid(fields: ConfigFields, layers: int) -> FamilyTraits:
+    """OLMo Hybrid: OLMo 2 with the gated delta rule, and norms before it, in most layers.
+
+    It has RoPE only if the config states its base.
+    """
+    stated = fields.get_object("rope_parameters").get("rope_theta", fields.get_value("rope_theta"))
+    # The convolution has the same activation.
+    refuse_other(fields, "hidden_act", "silu")
+    return replace(
+        _olmo_traits(fields, layers, parse_rope(fields)),
+        unrotated_layers=frozenset(range(layers) if stated is None else ()),
+        recurrent=parse_olmo_delta_rule(fields),
+        recurrent_layers=parse_linear_layers(fields, layers),
+        recurrent_norms=LayerNorms(),
     )
 
 

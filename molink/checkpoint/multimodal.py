@@ -59,6 +59,12 @@ _MIXER_MODULES = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "o_proj"), "self_attn"),
     **dict.fromkeys(("in_proj", "conv1d", "A_log", "D", "dt_bias", "norm", "out_proj"), "mamba"),
 }
+#: Norms of OLMo Hybrid's recurrent layers.
+_OLMO_NORMS = {
+    "attention_layer_norm": "input_layernorm",
+    "feedforward_layer_norm": "post_attention_layernorm",
+}
+_OLMO_NORM = re.compile(rf"(?<=\.)({'|'.join(_OLMO_NORMS)})(?=\.weight$)")
 #: Names of a decoder that was saved without its outer model, as embedding models often are.
 _BARE_NAME = re.compile(r"embed_tokens\.|layers\.\d+\.(?:self_attn|linear_attn|mlp|\w*layernorm)\.")
 _BARE_NORM = "norm.weight"
@@ -121,5 +127,6 @@ def _text_name(name: str) -> str:
     begun = next((begin for begin in _TEXT_PREFIXES if name.startswith(begin)), None)
     if begun is not None:
         name = _TEXT_PREFIXES[begun] + name.removeprefix(begun)
+    name = _OLMO_NORM.sub(lambda found: _OLMO_NORMS[found[1]], name)
     match = _MIXER_NAME.fullmatch(name)
     return f"{match[1]}.{_MIXER_MODULES.get(match[3], 'mlp')}.{match[2]}" if match else name

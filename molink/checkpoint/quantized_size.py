@@ -22,7 +22,10 @@ ROUTER_SUFFIXES = (
     ".shared_expert_gate.weight",
 )
 #: Small projections to rates and decays of recurrent states, in which errors add up over all rows.
-RATE_SUFFIXES = (".in_proj_ba.weight", ".in_proj_b.weight", ".in_proj_a.weight")
+RATE_SUFFIXES = (
+    *(f".in_proj_{part}.weight" for part in ("ba", "b", "a")),
+    *(f".linear_attn.{part}_proj.weight" for part in ("b", "a")),
+)
 #: Norms of which each head has a row.
 HEAD_NORM_SUFFIXES = (".q_norm.weight", ".k_norm.weight")
 #: Latent attention (DeepSeek-V3) multiplies by parts of these weights, transposed.

@@ -80,6 +80,10 @@ class DeltaRuleShape(RecurrentShape):
     them with the gates, ordered by key heads, with ``grouped_rates`` another rates and decays; else
     gates, rates and decays have projections of their own.
 
+    With ``has_own_names`` (OLMo Hybrid) queries, keys and values have projections and convolutions
+    of their own. Rates are multiplied by ``rate_scale``; the norm of what is read has ``norm_eps``,
+    if it is not the model's.
+
     GGUF files may differ: values that share a key are ``key_heads`` apart if ``is_tiled``, and with
     ``has_decays`` a tensor has the decays themselves.
     """
@@ -93,6 +97,9 @@ class DeltaRuleShape(RecurrentShape):
     grouped_rates: bool = False
     is_tiled: bool = False
     has_decays: bool = False
+    has_own_names: bool = False
+    rate_scale: float = 1.0
+    norm_eps: float | None = None
     is_biased: bool = False
 
     @property
@@ -128,6 +135,13 @@ class DeltaRuleShape(RecurrentShape):
     @property
     def projections(self) -> dict[str, int]:
         """Queries, keys, values and gates."""
+        if self.has_own_names:
+            return {
+                "linear_attn.q_proj": self.keys_size,
+                "linear_attn.k_proj": self.keys_size,
+                "linear_attn.v_proj": self.values_size,
+                "linear_attn.g_proj": self.values_size,
+            }
         if self.grouped_rows:
             return {"linear_attn.in_proj_qkvz": self.channels + self.values_size}
         return {
@@ -140,23 +154,41 @@ class DeltaRuleShape(RecurrentShape):
         """Rates and decays."""
         if self.grouped_rates:
             return {"linear_attn.in_proj_ba": 2 * self.value_heads}
-        return dict.fromkeys(("linear_attn.in_proj_b", "linear_attn.in_proj_a"), self.value_heads)
+        prefix = "linear_attn." if self.has_own_names else "linear_attn.in_proj_"
+        end = "_proj" if self.has_own_names else ""
+        return dict.fromkeys((f"{prefix}b{end}", f"{prefix}a{end}"), self.value_heads)
 
     @property
     def output_projection(self) -> tuple[str, int]:
         """See :class:`RecurrentShape`."""
-        return "linear_attn.out_proj", self.values_size
+        return f"linear_attn.{'o' if self.has_own_names else 'out'}_proj", self.values_size
 
     @property
     def small_tensors(self) -> dict[str, tuple[int, ...]]:
         """The convolution, decays or their logarithms, biases of their exponents, and a norm."""
         decays = "linear_attn.A" if self.has_decays else "linear_attn.A_log"
-        return {
-            "linear_attn.conv1d.weight": (self.channels, 1, self.conv_width),
+        convolved = {
+            f"{name}.weight": (channels, 1, self.conv_width)
+            for name, channels in self.convolutions.items()
+        }
+        return convolved | {
             decays: (self.value_heads,),
             "linear_attn.dt_bias": (self.value_heads,),
-            "linear_attn.norm.weight": (self.value_dim,),
+            f"{self.norm_name}.weight": (self.value_dim,),
         }
+
+    @property
+    def convolutions(self) -> dict[str, int]:
+        """Convolutions of a row that are merged into one, and their channels."""
+        if not self.has_own_names:
+            return {"linear_attn.conv1d": self.channels}
+        sizes = (("q", self.keys_size), ("k", self.keys_size), ("v", self.values_size))
+        return {f"linear_attn.{part}_conv1d": size for part, size in sizes}
+
+    @property
+    def norm_name(self) -> str:
+        """Name of the norm of what is read."""
+        return f"linear_attn.{'o_norm' if self.has_own_names else 'norm'}"
 
     @property
     def row_elements(self) -> tuple[int, int]:
@@ -314,6 +346,33 @@ def parse_delta_rule(fields: ConfigFields, *, is_grouped: bool) -> DeltaRuleShap
         is_tiled=fields.get_boolean("linear_tiled_values", False),
         has_decays=fields.get_boolean("linear_plain_decays", False),
     )
+    return _check_value_heads(shape, fields)
+
+
+def parse_olmo_delta_rule(fields: ConfigFields) -> DeltaRuleShape:
+    """The same of OLMo Hybrid, with other defaults.
+
+    Raises:
+        BrokenModel: a field is missing or invalid.
+    """
+    heads = fields.get_integer("num_attention_heads", maximum=_MAX_HEADS)
+    keys = fields.get_integer("linear_num_key_heads", heads, _MAX_HEADS)
+    share = max(1, int(0.75 * fields.get_integer("hidden_size") / keys))
+    key_dim = fields.get_integer("linear_key_head_dim", share, _MAX_DIM)
+    shape = DeltaRuleShape(
+        key_heads=keys,
+        value_heads=fields.get_integer("linear_num_value_heads", heads, _MAX_HEADS),
+        key_dim=key_dim,
+        value_dim=fields.get_integer("linear_value_head_dim", 2 * key_dim, _MAX_DIM),
+        conv_width=fields.get_integer("linear_conv_kernel_dim", 4, _MAX_WIDTH),
+        has_own_names=True,
+        rate_scale=2.0 if fields.get_boolean("linear_allow_neg_eigval", True) else 1.0,
+        norm_eps=1e-5,
+    )
+    return _check_value_heads(shape, fields)
+
+
+def _check_value_heads(shape: DeltaRuleShape, fields: ConfigFields) -> DeltaRuleShape:
     if shape.value_heads % shape.key_heads:
         raise BrokenModel(
             f"{fields.where}: linear_num_value_heads {shape.value_heads} is not a multiple of "

@@ -108,7 +108,7 @@ def mlp_projections(config: ModelConfig) -> tuple[tuple[str, ...], str]:
 def _small_tensors(config: ModelConfig, layer: int) -> TensorShapes:
     """Tensors of a layer other than projections and corrections, by their whole names."""
     shapes: TensorShapes = {}
-    for name in config.norms.present_names:
+    for name in config.layer_norms(layer).present_names:
         shapes |= _norm_tensors(config, name)
     if config.recurrent is not None and layer in config.recurrent_layers:
         return shapes | config.recurrent.small_tensors

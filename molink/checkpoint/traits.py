@@ -85,8 +85,8 @@ class FamilyTraits:
     what the head attended to.
 
     ``recurrent_layers`` have no attention; they keep a state of each request, shaped as
-    ``recurrent`` says. If ``mlp_layers`` are given, these are nothing but an MLP, and others have
-    none.
+    ``recurrent`` says, and may have other ``recurrent_norms``. If ``mlp_layers`` are given, these
+    are nothing but an MLP, and others have none.
 
     Layers: with ``parallel_mlp`` attention and MLP have one norm before them, and their results are
     added. ``activation_limit`` belongs to ``clamped_swiglu``. ``norm_offset`` is added to all norm
@@ -130,6 +130,7 @@ class FamilyTraits:
     qk_norm: HeadNorm = "none"
     qk_norm_names: tuple[str, str] = ("q_norm", "k_norm")
     norms: LayerNorms = LayerNorms()
+    recurrent_norms: LayerNorms | None = None
     norm_kind: NormKind = "rms"
     norm_offset: float = 0.0
     parallel_mlp: bool = False
@@ -201,6 +202,11 @@ class FamilyTraits:
     def count_recurrent(self, layers: tuple[int, int]) -> int:
         """Layers of ``first:last`` that keep a state."""
         return sum(layer in self.recurrent_layers for layer in range(*layers))
+
+    def layer_norms(self, layer: int) -> LayerNorms:
+        """Names of a layer's norms."""
+        other = self.recurrent_norms if layer in self.recurrent_layers else None
+        return other or self.norms
 
     def has_attention(self, layer: int) -> bool:
         """Whether a layer has attention."""

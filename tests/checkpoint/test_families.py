@@ -563,6 +563,25 @@ def test_nemotron_h_as_on_the_hub(load: Callable[..., Any]) -> None:
     assert layer_tensors(config, 3)["model.layers.3.mlp.up_proj.weight"] == (128, 96)
 
 
+def test_olmo_hybrid_has_norms_by_kind(load: Callable[..., Any]) -> None:
+    config = load("olmo_hybrid", rope_parameters={"rope_theta": None})
+    assert (config.recurrent_layers, config.rope_index(3)) == ({0, 1, 2}, None)
+    shapes = layer_tensors(config, 0)
+    found = {name.removeprefix("model.layers.0."): shape for name, shape in shapes.items()}
+    assert {name for name in found if "layernorm" in name} == {
+        "input_layernorm.weight",
+        "post_attention_layernorm.weight",
+    }
+    # Keys of 0.75 * 96 / 4 dimensions, and values of twice as many.
+    assert found["linear_attn.q_conv1d.weight"] == (72, 1, 4)
+    assert found["linear_attn.v_conv1d.weight"] == (144, 1, 4)
+    assert found["linear_attn.g_proj.weight"] == (144, 96)
+    assert found["linear_attn.o_norm.weight"] == (36,)
+    assert "model.layers.3.post_feedforward_layernorm.weight" in layer_tensors(config, 3)
+    assert load("olmo_hybrid", rope_theta=5e5).rope_index(3) == 0
+    assert load("olmo_hybrid", linear_allow_neg_eigval=False).recurrent.rate_scale == 1.0
+
+
 def test_gpt_oss_as_on_the_hub(load: Callable[..., Any]) -> None:
     config = load(
         "gpt_oss",
@@ -772,6 +791,7 @@ def test_gemma3_in_both_spellings(load: Callable[..., Any]) -> None:
             {"rope_parameters": {"partial_rotary_factor": 0.25}},
             "partial_rotary_factor 0.25 of 128 dimensions is not qk_rope_head_dim 64",
         ),
+        ("olmo_hybrid", {"linear_num_value_heads": 6}, "linear_num_value_heads 6 is not a mult"),
         ("nemotron_h", {"hybrid_override_pattern": "M*-"}, "3 kinds of layers for 4 layers"),
         ("nemotron_h", {}, "hybrid_override_pattern is missing"),
         (

@@ -247,6 +247,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "smolvlm": ("smolvlm", {}),
+    "olmo_hybrid": ("olmo_hybrid", {}),
+    "olmo_hybrid rotated": (
+        "olmo_hybrid",
+        {
+            "layer_types": [LINEAR, FULL, LINEAR, FULL],
+            "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+            "linear_allow_neg_eigval": False,
+            "rms_norm_eps": 1e-3,
+        },
+    ),
     "nemotron_h": ("nemotron_h", {}),
     "nemotron_h dense": (
         "nemotron_h",
@@ -342,6 +352,7 @@ KINDS = (
     "phimoe",
     "nemotron_h",
     "nemotron_h dense",
+    "olmo_hybrid",
 )
 BLOCKS = (5, 0, 17, 3, 9, 30, 2, 40, 11, 12, 13, 21, 22, 23, 1, 4, 6, 7, 8, 10)
 LENGTH = 75
@@ -444,7 +455,9 @@ def test_experts_in_stacks_are_those_of_separate_tensors(
     assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5", "lfm2", "granitemoehybrid"])
+@pytest.mark.parametrize(
+    "name", ["qwen3_next", "qwen3_5", "lfm2", "granitemoehybrid", "olmo_hybrid"]
+)
 def test_recurrent_layers_in_stages_of_one_layer(
     folder_of: Callable[..., Path],
     make_ring: type[Ring],

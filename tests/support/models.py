@@ -218,6 +218,13 @@ FAMILY_FIELDS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 32,
         "shared_expert_intermediate_size": 64,
     },
+    # As many elements of queries, keys and values: transformers writes their convolutions so.
+    "olmo_hybrid": {
+        **DELTA_RULE,
+        "linear_key_head_dim": 24,
+        "linear_value_head_dim": 8,
+        "rope_parameters": None,
+    },
     "qwen3_5_text": DELTA_RULE,
     "qwen3_5": {**DELTA_RULE, "model_type": "qwen3_5_text"},
     "qwen3_5_moe_text": {

@@ -91,7 +91,7 @@ def load_block(
     reader: WeightReader, config: ModelConfig, operators: RowOperators, layer: int, index: int
 ) -> DecoderBlock:
     """Load the model's layer ``layer``, the ``index``-th of its kind in the stage."""
-    prefix = f"model.layers.{layer}."
+    prefix, norms = f"model.layers.{layer}.", config.layer_norms(layer)
 
     def norm(name: str | None, otherwise: torch.dtype = reader.dtype) -> Norm:
         if name is None:
@@ -101,12 +101,12 @@ def load_block(
     mixer, mlp = _load_parts(reader, config, operators, layer, index)
     return DecoderBlock(
         scale=config.residual_scale,
-        input_norm=norm(config.norms.before_attention),
+        input_norm=norm(norms.before_attention),
         mixer=mixer,
-        post_attention_norm=norm(config.norms.after_attention),
-        mlp_norm=norm(config.norms.before_mlp),
+        post_attention_norm=norm(norms.after_attention),
+        mlp_norm=norm(norms.before_mlp),
         mlp=mlp,
-        post_mlp_norm=norm(config.norms.after_mlp, residual_dtype(reader.dtype)),
+        post_mlp_norm=norm(norms.after_mlp, residual_dtype(reader.dtype)),
         add_residual=operators.add_residual,
     )
 

@@ -47,8 +47,11 @@ class CausalConv:
         return total_bytes(self.weight, self.bias)
 
 
-def load_conv(reader: WeightReader, name: str, biased: bool) -> CausalConv:
-    """Load the convolution ``name`` (without ``.weight``, ``[channels, 1, conv_width]``)."""
-    weight = reader.read_tensors(f"{name}.weight", dtype=torch.float32)
-    bias = reader.read_tensors(f"{name}.bias", dtype=torch.float32) if biased else None
+def load_conv(reader: WeightReader, *names: str, biased: bool) -> CausalConv:
+    """Load convolutions ``names`` (without ``.weight``, ``[channels, 1, conv_width]``) as one."""
+
+    def read(kind: str) -> Tensor:
+        return reader.read_tensors(*(f"{name}.{kind}" for name in names), dtype=torch.float32)
+
+    weight, bias = read("weight"), read("bias") if biased else None
     return CausalConv(weight.squeeze(1).t().contiguous(), bias)

@@ -1,4 +1,4 @@
-"""A layer with the gated delta rule instead of attention (Qwen3-Next, Qwen3.5)."""
+"""A layer with the gated delta rule instead of attention (Qwen3-Next, Qwen3.5, OLMo Hybrid)."""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -84,7 +84,8 @@ class DeltaNet:
         heads = shape.key_heads if shape.grouped_rates else 1
         rates, decays = rows.float().view(len(rows), heads, -1).chunk(2, dim=2)
         steps = softplus(decays.flatten(1) + self.decay_bias)
-        return rates.flatten(1).sigmoid(), steps.mul_(self.decays)
+        rates = rates.flatten(1).sigmoid().mul_(shape.rate_scale)
+        return rates, steps.mul_(self.decays)
 
     def _apply_rule(
         self, mixed: Tensor, decays: Tensor, rates: Tensor, states: StateContext
@@ -126,12 +127,14 @@ def load_delta_net(
         shape=shape,
         rows=reader.load_projection([prefix + name for name in shape.projections], False),
         rates=reader.load_projection([prefix + name for name in shape.rate_projections], False),
-        conv=load_conv(reader, f"{prefix}linear_attn.conv1d", shape.is_biased),
+        conv=load_conv(
+            reader, *(prefix + name for name in shape.convolutions), biased=shape.is_biased
+        ),
         decays=read("linear_attn.A")
         if shape.has_decays
         else read("linear_attn.A_log").exp_().neg_(),
         decay_bias=read("linear_attn.dt_bias"),
-        norm_weight=read("linear_attn.norm.weight"),
-        norm_eps=config.norm_eps,
+        norm_weight=read(f"{shape.norm_name}.weight"),
+        norm_eps=config.norm_eps if shape.norm_eps is None else shape.norm_eps,
         output=reader.load_projection([prefix + shape.output_projection[0]], False),
     )

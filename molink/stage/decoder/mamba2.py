@@ -102,7 +102,7 @@ def load_mamba2(
         index=index,
         shape=shape,
         rows=reader.load_projection([prefix + name for name in shape.projections], shape.is_biased),
-        conv=load_conv(reader, f"{prefix}mamba.conv1d", shape.has_conv_bias),
+        conv=load_conv(reader, f"{prefix}mamba.conv1d", biased=shape.has_conv_bias),
         decays=read("A") if shape.has_decays else read("A_log").exp_().neg_(),
         step_bias=read("dt_bias"),
         skips=read("D"),

@@ -50,6 +50,6 @@ def load_short_conv(
     return ShortConv(
         index=index,
         rows=reader.load_projection([prefix + name for name in shape.projections], biased),
-        conv=load_conv(reader, f"{prefix}conv.conv", biased),
+        conv=load_conv(reader, f"{prefix}conv.conv", biased=biased),
         output=reader.load_projection([prefix + shape.output_projection[0]], biased),
     )
