@@ -13,6 +13,7 @@ Supported ``architectures``:
 - ``Olmo2ForCausalLM``, ``Olmo3ForCausalLM``: norms after attention and MLP only, query and key
   norms over all heads; OLMo 3 with windows
 - ``MistralForCausalLM``, ``MinistralForCausalLM``: sliding windows
+- ``FalconH1ForCausalLM``: attention beside Mamba-2 in each layer, factors
 - ``NemotronHForCausalLM``: layers that are Mamba-2, attention, an MLP or experts
 - ``InternLM3ForCausalLM``: Llama with other names of its biases
 - ``PhimoeForCausalLM`` (Phi-3.5-MoE): LayerNorm, biases of logits, experts chosen one by one
@@ -97,6 +98,7 @@ Family = Literal[
     "phimoe",
     "nemotron_h",
     "olmo_hybrid",
+    "falcon_h1",
 ]
 
 #: ``architectures`` entry → family, which is also its ``model_type``.
@@ -144,6 +146,7 @@ ARCHITECTURES: dict[str, Family] = {
     "Mistral4ForCausalLM": "mistral4",
     "InternLM3ForCausalLM": "internlm3",
     "NemotronHForCausalLM": "nemotron_h",
+    "FalconH1ForCausalLM": "falcon_h1",
     "OlmoHybridForCausalLM": "olmo_hybrid",
     # As the hub has it, and transformers.
     "PhiMoEForCausalLM": "phimoe",
@@ -241,6 +244,7 @@ CONFIG_DEFAULTS: dict[Family, dict[str, Any]] = {
     "hunyuan_v1_dense": {"rms_norm_eps": 1e-5},
     "hunyuan_v1_moe": {"rms_norm_eps": 1e-5},
     "internlm3": {"rms_norm_eps": 1e-5},
+    "falcon_h1": {"rms_norm_eps": 1e-5},
     "nemotron_h": {
         "layer_norm_epsilon": 1e-5,
         "n_routed_experts": 8,
@@ -331,6 +335,7 @@ _FAMILIES: dict[Family, Callable[[ConfigFields, int], FamilyTraits]] = {
     "internlm3": family_traits.internlm3,
     "phimoe": mixture_traits.phimoe,
     "nemotron_h": mixture_traits.nemotron_h,
+    "falcon_h1": family_traits.falcon_h1,
     "olmo_hybrid": family_traits.olmo_hybrid,
     "gemma2": family_traits.gemma2,
     "gemma3_text": family_traits.gemma3,

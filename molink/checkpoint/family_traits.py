@@ -9,6 +9,7 @@ from molink.checkpoint.config_fields import ConfigFields
 from molink.checkpoint.recurrent import (
     parse_conv_layers,
     parse_delta_rule,
+    parse_falcon_mamba2,
     parse_linear_layers,
     parse_olmo_delta_rule,
     parse_short_conv,
@@ -32,7 +33,7 @@ from molink.checkpoint.trait_fields import (
     refuse_other,
     refuse_windows,
 )
-from molink.checkpoint.traits import FamilyTraits, LayerNorms, MlpNames
+from molink.checkpoint.traits import FamilyTraits, LayerNorms, MlpNames, OutputFactors
 from molink.errors import BrokenModel, UnsupportedModel
 
 _SANDWICH_NORMS = LayerNorms(
@@ -158,6 +159,55 @@ def olmo_hybrid(fields: ConfigFields, layers: int) -> FamilyTraits:
         recurrent_layers=parse_linear_layers(fields, layers),
         recurrent_norms=LayerNorms(),
     )
+
+
+def falcon_h1(fields: ConfigFields, layers: int) -> FamilyTraits:
+    """Falcon-H1: attention beside Mamba-2 in each layer, factors everywhere."""
+    refuse_other(fields, "hidden_act", "silu")
+    queries, outputs = (
+        fields.get_positive(f"attention_{part}_multiplier", 1.0) for part in ("in", "out")
+    )
+    rows = fields.get_positive("ssm_in_multiplier", 1.0)
+    gate, down = _parse_factors(fields, "mlp_multipliers", 2)
+    biased = fields.get_boolean("attention_bias", False)
+    mlp_bias, shape = fields.get_boolean("mlp_bias", False), parse_falcon_mamba2(fields)
+    if (biased and (queries, outputs) != (1.0, 1.0)) or (mlp_bias and down != 1.0):
+        raise UnsupportedModel(f"{fields.where}: biases beside multipliers are not supported")
+    if shape.is_biased and rows != 1.0:
+        raise UnsupportedModel(f"{fields.where}: mamba_proj_bias beside ssm_in_multiplier")
+    return replace(
+        base_traits(fields, layers),
+        embedding_scale=fields.get_positive("embedding_multiplier", 1.0),
+        logit_scale=fields.get_positive("lm_head_multiplier", 1.0),
+        attention_bias=biased,
+        output_bias=biased,
+        mlp_bias=mlp_bias,
+        norms=LayerNorms(before_mlp="pre_ff_layernorm"),
+        mlp_names=MlpNames("feed_forward"),
+        recurrent=shape,
+        recurrent_layers=frozenset(range(layers)),
+        parallel_states=True,
+        output_factors=OutputFactors(
+            heads=(
+                queries,
+                queries * fields.get_positive("key_multiplier", 1.0),
+                queries * outputs,
+            ),
+            gate_up=(gate, down),
+            recurrent=tuple(rows * one for one in _parse_factors(fields, "ssm_multipliers", 5)),
+            recurrent_output=fields.get_positive("ssm_out_multiplier", 1.0),
+        ),
+    )
+
+
+def _parse_factors(fields: ConfigFields, name: str, count: int) -> tuple[float, ...]:
+    """``count`` numbers, 1 by default."""
+    if fields.get_value(name) is None:
+        return (1.0,) * count
+    found = fields.get_numbers(name)
+    if len(found) != count:
+        raise BrokenModel(f"{fields.where}: {name} has {len(found)} entries, not {count}")
+    return found
 
 
 def exaone4(fields: ConfigFields, layers: int) -> FamilyTraits:

@@ -50,8 +50,9 @@ _TEXT_PREFIXES = {
     "backbone.": "model.",
     "model.embeddings.": "model.embed_tokens.",
     "model.norm_f.": "model.norm.",
-    # LFM2
+    # LFM2 and Falcon-H1
     "model.embedding_norm.": "model.norm.",
+    "model.final_layernorm.": "model.norm.",
 }
 #: Nemotron's layers, whatever they are, and what their tensors tell.
 _MIXER_NAME = re.compile(r"(model\.layers\.\d+)\.mixer\.((\w+)(?:\..+)?)")

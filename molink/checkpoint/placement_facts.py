@@ -54,6 +54,7 @@ def model_facts(
         int8_kv_bytes=config.kv_kinds * config.kv_heads * (config.head_dim + KV_SCALE_BYTES),
         recurrent_layers=tuple(sorted(config.recurrent_layers)),
         mlp_layers=tuple(sorted(config.mlp_layers or ())),
+        parallel_states=config.parallel_states,
         state_bytes=_state_elements(config) * DTYPE_SIZES["f32"],
         max_model_len=config.max_model_len,
         element_bytes=size,
@@ -206,7 +207,11 @@ def _row_elements(config: ModelConfig, inner: int) -> int:
         )
         # Their sum, and the result of the shared expert.
         gated = max(gated, chosen + max(2 * chosen, outputs)) + 2 * config.hidden_size
-    widest = max(gated, attended, _recurrent_row_elements(config))
+    recurrent = _recurrent_row_elements(config)
+    if config.parallel_states:
+        # What attention gave is there while states are updated.
+        recurrent += config.hidden_size
+    widest = max(gated, attended, recurrent)
     return (4 + config.parallel_mlp) * config.hidden_size + 4 * config.head_dim + widest
 
 

@@ -258,7 +258,7 @@ class Mamba2Shape(RecurrentShape):
 
     There are ``heads`` values of ``head_dim`` (x there); each of ``groups`` queries and keys (C and
     B) of ``state_size`` serves the same number of consecutive heads. With ``has_decays`` (from a
-    GGUF file) a tensor has the decays themselves.
+    GGUF file) a tensor has the decays themselves. What is read is normed if it ``has_norm``.
     """
 
     heads: int
@@ -267,6 +267,7 @@ class Mamba2Shape(RecurrentShape):
     state_size: int
     conv_width: int
     has_conv_bias: bool = True
+    has_norm: bool = True
     has_decays: bool = False
     is_biased: bool = False
 
@@ -274,6 +275,12 @@ class Mamba2Shape(RecurrentShape):
     def inner_size(self) -> int:
         """Elements of a row's values, and of its gates."""
         return self.heads * self.head_dim
+
+    @property
+    def row_sizes(self) -> tuple[int, int, int, int, int]:
+        """Outputs of the projection: gates, values, keys, queries and steps."""
+        keys = self.groups * self.state_size
+        return self.inner_size, self.inner_size, keys, keys, self.heads
 
     @property
     def channels(self) -> int:
@@ -310,8 +317,9 @@ class Mamba2Shape(RecurrentShape):
         """The convolution, logarithms of decays, what skips the state, biases of steps, a norm."""
         shapes: dict[str, tuple[int, ...]] = {
             "mamba.conv1d.weight": (self.channels, 1, self.conv_width),
-            "mamba.norm.weight": (self.inner_size,),
         }
+        if self.has_norm:
+            shapes["mamba.norm.weight"] = (self.inner_size,)
         decays = "mamba.A" if self.has_decays else "mamba.A_log"
         shapes |= dict.fromkeys((decays, "mamba.D", "mamba.dt_bias"), (self.heads,))
         return shapes | ({"mamba.conv1d.bias": (self.channels,)} if self.has_conv_bias else {})
@@ -436,6 +444,42 @@ def parse_nemotron_mamba2(fields: ConfigFields) -> Mamba2Shape:
         is_biased=fields.get_boolean("use_bias", False),
     )
     _check_groups(shape, fields, "mamba_num_heads", "n_groups")
+    return shape
+
+
+def parse_falcon_mamba2(fields: ConfigFields) -> Mamba2Shape:
+    """The same of Falcon-H1; raises as :func:`parse_mamba2`."""
+    heads = fields.get_integer("mamba_n_heads", 128, _MAX_HEADS)
+    inner = fields.get_optional_integer("mamba_d_ssm", 1024)
+    if inner is None:
+        inner = fields.get_integer("mamba_expand", 2, _MAX_DIM) * fields.get_integer("hidden_size")
+    head_dim = max(1, inner // heads)
+    if fields.get_value("mamba_d_head") not in (None, "auto"):
+        head_dim = fields.get_integer("mamba_d_head", maximum=_MAX_DIM)
+    has_norm = fields.get_boolean("mamba_rms_norm", False)
+    if has_norm and fields.get_boolean("mamba_norm_before_gate", True):
+        raise UnsupportedModel(f"{fields.where}: mamba_norm_before_gate is not supported")
+    biased = fields.get_boolean("mamba_proj_bias", False)
+    if biased != fields.get_boolean("projectors_bias", False):
+        raise UnsupportedModel(
+            f"{fields.where}: mamba_proj_bias and projectors_bias differ, which is not supported"
+        )
+    shape = Mamba2Shape(
+        heads=heads,
+        head_dim=head_dim,
+        groups=fields.get_integer("mamba_n_groups", 1, _MAX_HEADS),
+        state_size=fields.get_integer("mamba_d_state", 256, _MAX_DIM),
+        conv_width=fields.get_integer("mamba_d_conv", 4, _MAX_WIDTH),
+        has_conv_bias=fields.get_boolean("mamba_conv_bias", True),
+        has_norm=has_norm,
+        is_biased=biased,
+    )
+    if shape.inner_size != inner:
+        raise BrokenModel(
+            f"{fields.where}: mamba_n_heads {heads} of mamba_d_head {head_dim} are not {inner}, "
+            "the size of mamba_d_ssm or mamba_expand"
+        )
+    _check_groups(shape, fields, "mamba_n_heads", "mamba_n_groups")
     return shape
 
 

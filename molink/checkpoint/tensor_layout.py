@@ -52,6 +52,8 @@ def adaptable_projections(config: ModelConfig, layer: int) -> dict[str, tuple[in
     and latent attention.
     """
     found: _Projections = {}
+    if config.output_factors is not None:
+        return {}
     if config.has_attention(layer) and config.latent is None:
         found |= _attention_tensors(config)
     if config.has_mlp(layer) and config.layer_experts(layer) is None:
@@ -111,7 +113,7 @@ def _small_tensors(config: ModelConfig, layer: int) -> TensorShapes:
     for name in config.layer_norms(layer).present_names:
         shapes |= _norm_tensors(config, name)
     if config.recurrent is not None and layer in config.recurrent_layers:
-        return shapes | config.recurrent.small_tensors
+        shapes |= config.recurrent.small_tensors
     if not config.has_attention(layer):
         return shapes
     if config.sinks:
@@ -143,9 +145,10 @@ def _head_norm_shape(config: ModelConfig, heads: int) -> tuple[int, ...]:
 
 def _mixer_tensors(config: ModelConfig, layer: int) -> _Projections:
     """Projections of a layer before its MLP."""
+    made: _Projections = {}
     if config.recurrent is not None and layer in config.recurrent_layers:
-        return _recurrent_tensors(config.recurrent, config.hidden_size)
-    return _attention_tensors(config) if config.has_attention(layer) else {}
+        made = _recurrent_tensors(config.recurrent, config.hidden_size)
+    return made | (_attention_tensors(config) if config.has_attention(layer) else {})
 
 
 def _recurrent_tensors(shape: RecurrentShape, hidden: int) -> _Projections:

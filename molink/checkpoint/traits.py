@@ -49,6 +49,20 @@ class MlpNames:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OutputFactors:
+    """Constant factors of projections' outputs (Falcon-H1).
+
+    Those of queries, keys and values; of gates and ups; of gates, values, keys, queries and steps
+    of Mamba-2, and of what it returns.
+    """
+
+    heads: tuple[float, float, float]
+    gate_up: tuple[float, float]
+    recurrent: tuple[float, ...]
+    recurrent_output: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LatentShape:
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, §2.1).
 
@@ -86,7 +100,8 @@ class FamilyTraits:
 
     ``recurrent_layers`` have no attention; they keep a state of each request, shaped as
     ``recurrent`` says, and may have other ``recurrent_norms``. If ``mlp_layers`` are given, these
-    are nothing but an MLP, and others have none.
+    are nothing but an MLP, and others have none. With ``parallel_states`` all layers are recurrent
+    and have attention, too; both read the same rows, and their results are added.
 
     Layers: with ``parallel_mlp`` attention and MLP have one norm before them, and their results are
     added. ``activation_limit`` belongs to ``clamped_swiglu``. ``norm_offset`` is added to all norm
@@ -127,6 +142,8 @@ class FamilyTraits:
     recurrent: RecurrentShape | None = None
     recurrent_layers: frozenset[int] = frozenset()
     mlp_layers: frozenset[int] | None = None
+    parallel_states: bool = False
+    output_factors: OutputFactors | None = None
     qk_norm: HeadNorm = "none"
     qk_norm_names: tuple[str, str] = ("q_norm", "k_norm")
     norms: LayerNorms = LayerNorms()
@@ -210,7 +227,9 @@ class FamilyTraits:
 
     def has_attention(self, layer: int) -> bool:
         """Whether a layer has attention."""
-        return layer not in self.recurrent_layers and layer not in (self.mlp_layers or ())
+        if layer in (self.mlp_layers or ()):
+            return False
+        return self.parallel_states or layer not in self.recurrent_layers
 
     def has_mlp(self, layer: int) -> bool:
         """Whether a layer has an MLP, or experts."""

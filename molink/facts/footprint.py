@@ -155,6 +155,7 @@ class Footprint:
     layers: int = 1
     recurrent_layers: tuple[int, ...] = ()
     mlp_layers: tuple[int, ...] = ()
+    parallel_states: bool = False
     state_bytes: int = 0
 
     @classmethod
@@ -217,6 +218,7 @@ class Footprint:
             layers=facts.layers,
             recurrent_layers=facts.recurrent_layers,
             mlp_layers=facts.mlp_layers,
+            parallel_states=facts.parallel_states,
             state_bytes=facts.state_bytes,
         )
 
@@ -240,7 +242,8 @@ class Footprint:
         recurrent = sum(first <= layer < last for layer in self.recurrent_layers)
         idle = sum(first <= layer < last for layer in self.mlp_layers)
         states = count_state_slots(tokens) * recurrent * self.state_bytes
-        return (last - first - recurrent - idle) * tokens * self.token_bytes + states
+        attended = last - first - idle - recurrent * (not self.parallel_states)
+        return attended * tokens * self.token_bytes + states
 
     def average_pool_bytes(self, tokens: int) -> tuple[int, int]:
         """The same of a layer on average, and the most by which a stage's layers exceed it."""
@@ -250,7 +253,9 @@ class Footprint:
         state, recurrent = count_state_slots(tokens) * self.state_bytes, {*self.recurrent_layers}
         idle = {*self.mlp_layers}
         every = [
-            state if layer in recurrent else kept * (layer not in idle)
+            state + kept * self.parallel_states
+            if layer in recurrent
+            else kept * (layer not in idle)
             for layer in range(self.layers)
         ]
         average = -(-sum(every) // self.layers)

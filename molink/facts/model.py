@@ -77,9 +77,11 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     kv_bytes: Count
     #: The same with ``int8``.
     int8_kv_bytes: Count = 0
-    #: Recurrent layers, which have none, and what each keeps of a request instead, in float32.
+    #: Recurrent layers, which usually have none, and what each keeps of a request, in float32.
     recurrent_layers: Annotated[tuple[Index, ...], msgspec.Meta(max_length=4096)] = ()
     state_bytes: Count = 0
+    #: Whether recurrent layers have keys and values, too.
+    parallel_states: bool = False
     #: Layers that keep nothing of a request.
     mlp_layers: Annotated[tuple[Index, ...], msgspec.Meta(max_length=4096)] = ()
     max_model_len: Count

@@ -12,7 +12,11 @@ from hypothesis import strategies as st
 from molink.checkpoint.config import ModelConfig
 from molink.checkpoint.families import ARCHITECTURES
 from molink.checkpoint.rope import QueryScaling
-from molink.checkpoint.tensor_layout import last_stage_tensors, layer_tensors
+from molink.checkpoint.tensor_layout import (
+    adaptable_projections,
+    last_stage_tensors,
+    layer_tensors,
+)
 from molink.errors import BrokenModel, UnsupportedModel
 
 SIZES = {
@@ -582,6 +586,28 @@ def test_olmo_hybrid_has_norms_by_kind(load: Callable[..., Any]) -> None:
     assert load("olmo_hybrid", linear_allow_neg_eigval=False).recurrent.rate_scale == 1.0
 
 
+def test_falcon_h1_has_attention_beside_mamba(load: Callable[..., Any]) -> None:
+    fields = {"mamba_d_ssm": 192, "mamba_n_heads": 6, "mamba_d_state": 16}
+    config = load(
+        "falcon_h1",
+        **fields,
+        key_multiplier=0.5,
+        attention_out_multiplier=0.25,
+        mlp_multipliers=[0.75, 2.0],
+        ssm_multipliers=[1.0, 2.0, 3.0, 4.0, 5.0],
+        ssm_in_multiplier=0.5,
+    )
+    factors = config.output_factors
+    assert (factors.heads, factors.gate_up) == ((1.0, 0.5, 0.25), (0.75, 2.0))
+    assert factors.recurrent == (0.5, 1.0, 1.5, 2.0, 2.5)
+    assert (config.count_attention((0, 4)), config.count_recurrent((0, 4))) == (4, 4)
+    names = {name.removeprefix("model.layers.1.") for name in layer_tensors(config, 1)}
+    assert {"mamba.in_proj.weight", "self_attn.q_proj.weight", "pre_ff_layernorm.weight"} <= names
+    assert {"feed_forward.gate_proj.weight", "input_layernorm.weight"} <= names
+    assert "mamba.norm.weight" not in names
+    assert adaptable_projections(config, 1) == {}
+
+
 def test_gpt_oss_as_on_the_hub(load: Callable[..., Any]) -> None:
     config = load(
         "gpt_oss",
@@ -791,6 +817,13 @@ def test_gemma3_in_both_spellings(load: Callable[..., Any]) -> None:
             {"rope_parameters": {"partial_rotary_factor": 0.25}},
             "partial_rotary_factor 0.25 of 128 dimensions is not qk_rope_head_dim 64",
         ),
+        ("falcon_h1", {"mlp_multipliers": [1.0]}, "mlp_multipliers has 1 entries, not 2"),
+        ("falcon_h1", {"ssm_multipliers": "x"}, "ssm_multipliers"),
+        (
+            "falcon_h1",
+            {"mamba_d_ssm": 100, "mamba_n_heads": 6},
+            "mamba_n_heads 6 of mamba_d_head 16 are not 100",
+        ),
         ("olmo_hybrid", {"linear_num_value_heads": 6}, "linear_num_value_heads 6 is not a mult"),
         ("nemotron_h", {"hybrid_override_pattern": "M*-"}, "3 kinds of layers for 4 layers"),
         ("nemotron_h", {}, "hybrid_override_pattern is missing"),
@@ -896,6 +929,13 @@ def test_impossible_fields_are_named(
             "phimoe",
             {"rope_scaling": {"type": "longrope", "short_mscale": 1.1, "long_mscale": 1.2}},
             "short_mscale 1.1 and long_mscale 1.2 differ",
+        ),
+        ("falcon_h1", {"mamba_rms_norm": True}, "mamba_norm_before_gate"),
+        ("falcon_h1", {"projectors_bias": True}, "mamba_proj_bias and projectors_bias differ"),
+        (
+            "falcon_h1",
+            {"attention_bias": True, "attention_in_multiplier": 2.0},
+            "biases beside multipliers",
         ),
         ("nemotron_h", {"hybrid_override_pattern": "M*-X"}, "layers with 'X'"),
         ("nemotron_h", {"hybrid_override_pattern": "M-M-"}, "without full_attention"),

@@ -68,7 +68,12 @@ def test_planned_weights_are_loaded_weights(
 
 @pytest.mark.parametrize(
     ("family", "recurrent"),
-    [("qwen3_next", (0, 1, 3)), ("qwen3_5_text", (0, 1, 3)), ("nemotron_h", (0,))],
+    [
+        ("qwen3_next", (0, 1, 3)),
+        ("qwen3_5_text", (0, 1, 3)),
+        ("nemotron_h", (0,)),
+        ("falcon_h1", (0, 1, 2, 3)),
+    ],
 )
 def test_planned_states_are_allocated(
     make_model: Any, tmp_path: Path, family: str, recurrent: tuple[int, ...]
@@ -77,6 +82,7 @@ def test_planned_states_are_allocated(
     folder = ModelFolder.open(make_model(tmp_path, family, dtype="bfloat16"))
     facts = folder.placement_facts("m")
     assert facts.recurrent_layers == recurrent
+    assert facts.parallel_states == (family == "falcon_h1")
     assert facts.mlp_layers == ((1, 3) if family == "nemotron_h" else ())
     need = Footprint.of_stage(facts, StageSetup(dtype="f32"))
     for layers in ((0, 4), (0, 1), (1, 3), (2, 3)):

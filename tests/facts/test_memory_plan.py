@@ -347,6 +347,7 @@ def test_every_plan_with_recurrent_layers_stays_within_its_budget(
         recurrent_layers=tuple(sorted(recurrent)),
         state_bytes=state,
         mlp_layers=tuple(sorted(idle)),
+        parallel_states=(parallel := data.draw(st.booleans())),
     )
     first = data.draw(st.integers(0, model.layers - 1))
     layers = (first, data.draw(st.integers(first + 1, model.layers)))
@@ -355,7 +356,8 @@ def test_every_plan_with_recurrent_layers_stays_within_its_budget(
     average, excess = need.average_pool_bytes(tokens)
     assert need.pool_bytes(layers, tokens) <= count * average + excess
     assert need.pool_bytes(layers, tokens) == sum(
-        count_state_slots(tokens) * state if layer in recurrent else tokens * need.token_bytes
+        count_state_slots(tokens) * state * (layer in recurrent)
+        + tokens * need.token_bytes * (parallel or layer not in recurrent)
         for layer in range(*layers)
         if layer not in idle
     )

@@ -257,6 +257,18 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "rms_norm_eps": 1e-3,
         },
     ),
+    "falcon_h1": ("falcon_h1", {}),
+    "falcon_h1 normed": (
+        "falcon_h1",
+        {
+            "mamba_rms_norm": True,
+            "mamba_norm_before_gate": False,
+            "tie_word_embeddings": True,
+            "mamba_proj_bias": True,
+            "projectors_bias": True,
+            "ssm_in_multiplier": 1.0,
+        },
+    ),
     "nemotron_h": ("nemotron_h", {}),
     "nemotron_h dense": (
         "nemotron_h",
@@ -353,6 +365,7 @@ KINDS = (
     "nemotron_h",
     "nemotron_h dense",
     "olmo_hybrid",
+    "falcon_h1",
 )
 BLOCKS = (5, 0, 17, 3, 9, 30, 2, 40, 11, 12, 13, 21, 22, 23, 1, 4, 6, 7, 8, 10)
 LENGTH = 75

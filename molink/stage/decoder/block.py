@@ -1,7 +1,7 @@
 """One decoder layer."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -24,8 +24,9 @@ from molink.stage.decoder.mlp import (
 )
 from molink.stage.decoder.norm import AddResidual, IdentityNorm, LayerNorm, Norm
 from molink.stage.decoder.operators import RowOperators
-from molink.stage.decoder.parallel import ParallelMlp
+from molink.stage.decoder.parallel import ParallelMixers, ParallelMlp
 from molink.stage.decoder.router import ExpertRouter
+from molink.stage.decoder.scaled import scale_outputs
 from molink.stage.decoder.self_attention import load_attention
 from molink.stage.decoder.short_conv import load_short_conv
 from molink.stage.linear import ExpertLinear, PlainLinear
@@ -141,6 +142,20 @@ def load_norm(
 def _load_mixer(
     reader: WeightReader, config: ModelConfig, operators: RowOperators, layer: int, index: int
 ) -> Mixer:
+    attention: Mixer | None = None
+    if config.has_attention(layer):
+        attention = load_attention(reader, config, operators.append_heads, layer, index)
+    recurrent = _load_recurrent(reader, config, layer, index)
+    if attention is None or recurrent is None:
+        mixer = attention or recurrent
+        assert mixer is not None, "a layer without a mixer is an MLP"
+        return mixer
+    return ParallelMixers(attention, recurrent)
+
+
+def _load_recurrent(
+    reader: WeightReader, config: ModelConfig, layer: int, index: int
+) -> Mixer | None:
     if layer in config.recurrent_layers:
         match config.recurrent:
             case DeltaRuleShape() as shape:
@@ -149,7 +164,7 @@ def _load_mixer(
                 return load_mamba2(reader, config, shape, layer, index)
             case ShortConvShape() as shape:
                 return load_short_conv(reader, shape, layer, index)
-    return load_attention(reader, config, operators.append_heads, layer, index)
+    return None
 
 
 def _load_mlp(
@@ -169,7 +184,11 @@ def _load_mlp(
     scales = reader.dtype == torch.float16 and config.dtype != "f16"
     experts = config.layer_experts(layer)
     if experts is None:
-        return gated(*mlp_projections(config), config.mlp_bias)
+        plain = gated(*mlp_projections(config), config.mlp_bias)
+        if config.output_factors is None:
+            return plain
+        factors, sizes = config.output_factors.gate_up, [config.intermediate_size] * 2
+        return replace(plain, gate_up=scale_outputs(plain.gate_up, sizes, factors, reader))
     router = _load_router(reader, experts, prefix)
     stacked = _load_stacked(reader, experts, prefix)
     chosen: Mlp

@@ -12,6 +12,7 @@ from molink.checkpoint.recurrent import Mamba2Shape
 from molink.errors import InvariantError
 from molink.stage.decoder.causal_conv import CausalConv, load_conv
 from molink.stage.decoder.mixer import ForwardContext, StateContext
+from molink.stage.decoder.scaled import scale_outputs
 from molink.stage.decoder.state_scan import scan_chunks, update_states
 from molink.stage.linear import Projection
 from molink.stage.linear.base import total_bytes
@@ -23,7 +24,7 @@ class Mamba2:
     """Weights of such a layer; small ones are float32.
 
     ``rows`` projects to gates, to values, keys and queries, and to steps. ``decays`` (negative),
-    ``step_bias`` and ``skips`` are ``[heads]``, ``norm_weight`` ``[heads * head_dim]``.
+    ``step_bias`` and ``skips`` are ``[heads]``, ``norm_weight``, if any, ``[heads * head_dim]``.
     """
 
     #: A step's states are gathered by numbers that the host knows.
@@ -36,7 +37,7 @@ class Mamba2:
     decays: Tensor
     step_bias: Tensor
     skips: Tensor
-    norm_weight: Tensor
+    norm_weight: Tensor | None
     norm_eps: float
     output: Projection
 
@@ -50,9 +51,11 @@ class Mamba2:
         mixed = silu(self.conv(mixed, context.states, self.index), inplace=True)
         read = self._scan(mixed, softplus(steps.float() + self.step_bias), context.states)
         read = read.flatten(1).mul_(silu(gates.float()))
-        grouped = read.view(len(read), shape.groups, -1)
-        read = rms_norm(grouped, grouped.shape[2:], None, self.norm_eps).flatten(1)
-        return self.output(read.mul_(self.norm_weight).to(normed.dtype))
+        if self.norm_weight is not None:
+            grouped = read.view(len(read), shape.groups, -1)
+            read = rms_norm(grouped, grouped.shape[2:], None, self.norm_eps).flatten(1)
+            read = read.mul_(self.norm_weight)
+        return self.output(read.to(normed.dtype))
 
     @property
     def nbytes(self) -> int:
@@ -98,15 +101,20 @@ def load_mamba2(
     def read(name: str) -> Tensor:
         return reader.read_tensors(f"{prefix}mamba.{name}", dtype=torch.float32)
 
+    rows = reader.load_projection([prefix + name for name in shape.projections], shape.is_biased)
+    output = reader.load_projection([prefix + shape.output_projection[0]], shape.is_biased)
+    if factors := config.output_factors:
+        rows = scale_outputs(rows, shape.row_sizes, factors.recurrent, reader)
+        output = scale_outputs(output, [config.hidden_size], [factors.recurrent_output], reader)
     return Mamba2(
         index=index,
         shape=shape,
-        rows=reader.load_projection([prefix + name for name in shape.projections], shape.is_biased),
+        rows=rows,
         conv=load_conv(reader, f"{prefix}mamba.conv1d", biased=shape.has_conv_bias),
         decays=read("A") if shape.has_decays else read("A_log").exp_().neg_(),
         step_bias=read("dt_bias"),
         skips=read("D"),
-        norm_weight=read("norm.weight"),
+        norm_weight=read("norm.weight") if shape.has_norm else None,
         norm_eps=config.norm_eps,
-        output=reader.load_projection([prefix + shape.output_projection[0]], shape.is_biased),
+        output=output,
     )

@@ -9,6 +9,32 @@ from molink.stage.decoder.mlp import Mlp, run_mlp
 
 
 @dataclass(frozen=True, slots=True)
+class ParallelMixers:
+    """Attention and a recurrent layer side by side, as in Falcon-H1."""
+
+    attention: Mixer
+    recurrent: Mixer
+
+    def __call__(self, normed: Tensor, context: ForwardContext) -> Tensor:
+        """See :class:`~molink.stage.decoder.mixer.Mixer`."""
+        attended = self.attention(normed, context)
+        return self.recurrent(normed, context).add_(attended)
+
+    @property
+    def capturable(self) -> bool:
+        return self.attention.capturable and self.recurrent.capturable
+
+    @property
+    def nbytes(self) -> int:
+        return self.attention.nbytes + self.recurrent.nbytes
+
+    def with_index(self, index: int) -> "ParallelMixers":
+        """See :class:`~molink.stage.decoder.mixer.Mixer`; all layers have both."""
+        both = self.attention.with_index(index), self.recurrent.with_index(index)
+        return ParallelMixers(*both)
+
+
+@dataclass(frozen=True, slots=True)
 class ParallelMlp:
     """A mixer with the layer's MLP beside it, as in Cohere's models, or an MLP alone (Nemotron)."""
 

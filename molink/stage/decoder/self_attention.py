@@ -16,6 +16,7 @@ from molink.stage.decoder.latent import load_latent_attention
 from molink.stage.decoder.mixer import ForwardContext
 from molink.stage.decoder.norm import QueryKeyNorm
 from molink.stage.decoder.operators import AppendHeads
+from molink.stage.decoder.scaled import scale_outputs
 from molink.stage.linear import Projection, apply_projection
 from molink.stage.weights.weight_reader import WeightReader
 
@@ -111,10 +112,11 @@ def _load_projections(
     if config.latent is not None:
         return load_latent_attention(reader, config, config.latent, prefix)
     names = [prefix + name for name in attention_projections(config)]
-    return (
-        reader.load_projection(names, config.attention_bias),
-        reader.load_projection([prefix + attention_output(config)], config.output_bias),
-    )
+    qkv = reader.load_projection(names, config.attention_bias)
+    if config.output_factors is not None:
+        sizes = [config.head_dim * n for n in (config.heads, config.kv_heads, config.kv_heads)]
+        qkv = scale_outputs(qkv, sizes, config.output_factors.heads, reader)
+    return qkv, reader.load_projection([prefix + attention_output(config)], config.output_bias)
 
 
 def _load_qk_norm(reader: WeightReader, config: ModelConfig, prefix: str) -> QueryKeyNorm | None:

@@ -78,7 +78,7 @@ class WeightReader:
         stored = folder.config.quantized
         if "none" not in (stored, quantize) and stored != quantize:
             raise UsageError(f"{folder.path} is quantized as {stored}; it can't become {quantize}")
-        self._folder, self.dtype, self._device = folder, dtype, device
+        self._folder, self.dtype, self.device = folder, dtype, device
         self._projections = ProjectionFactory.probe_device(dtype, device, disabled_kernels)
         self._mode: Quantize = quantize if stored == "none" else stored
         self._quantized_projections = QuantizedProjectionFactory.probe_device(
@@ -111,7 +111,7 @@ class WeightReader:
     def _merge_tensors(self, names: Sequence[str], dtype: torch.dtype) -> Tensor:
         shapes = [self._stored_shape(name) for name in names]
         rows = sum(shape[0] for shape in shapes)
-        merged = torch.empty((rows, *shapes[0][1:]), dtype=dtype, device=self._device)
+        merged = torch.empty((rows, *shapes[0][1:]), dtype=dtype, device=self.device)
         first = 0
         for name, shape in zip(names, shapes, strict=True):
             part = merged[first : first + shape[0]]
@@ -404,7 +404,7 @@ class WeightReader:
     def _load_quantized(self, names: Sequence[str]) -> QuantizedWeight:
         shapes = [self._weight_shape(name) for name in names]
         merged = (sum(shape[0] for shape in shapes), shapes[0][1])
-        weight = QuantizedWeight.create_empty(self._mode, merged, self._device)
+        weight = QuantizedWeight.create_empty(self._mode, merged, self.device)
         first = 0
         for name, shape in zip(names, shapes, strict=True):
             if self._is_stored_quantized(name):
@@ -422,7 +422,7 @@ class WeightReader:
     ) -> None:
         """Quantize a few rows at a time, to bound memory in full precision."""
         for begin, stored in self._read_rows(name, rows_per_unpack(shape[1])):
-            part = stored.to(self._device)
+            part = stored.to(self.device)
             self._check_finite(name, part)
             weight.quantize_rows(first + begin, part)
 
