@@ -401,12 +401,12 @@ def test_logits_and_greedy_text(
     folder = folder_of(name)
     tokens, reference = random_tokens(LENGTH), make_reference(folder)
     expected = reference.logits(tokens)
-    greedy = reference.generate(tokens, 64)
-    for splits in ((), (2,), (1, 3)):
+    greedy = reference.generate(tokens, 32)
+    for splits in ((), (1, 3)):
         ring = make_ring(folder, splits)
         logits = ring.run(tokens, [SequenceRows(0, LENGTH, BLOCKS)])
         torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
-        assert ring.generate(tokens, 64, BLOCKS) == greedy
+        assert ring.generate(tokens, 32, BLOCKS) == greedy
 
 
 def test_internlm3_as_on_the_hub(
