@@ -249,6 +249,10 @@ def test_two_models_answer_from_every_pc_and_one_is_not_disturbed(place: TwoMode
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_what_was_applied_outlives_a_restart(place: TwoModels) -> None:
+    place.write(FILE)
+    code, _, error = place.apply()
+    assert code == 0, error
+    place.until(lambda: place.where().keys() == {"alpha", "beta"})
     place.swarm.running.pop("first").stop()
     place.swarm.up()
     place.until(lambda: place.where().keys() == {"alpha", "beta"})
