@@ -108,20 +108,25 @@ def run_model(
     from molinkd.cli.chat import run_chat
 
     place = Home.find_home(home)
-    check_model_name(model)
     found = daemon_client.find_daemon(place)
     if found is None:
+        check_model_name(model)
         raise Unavailable(
             "molink is not running here: start it with "
             f"{place.format_command(f'up --model {model}')}, or join a swarm with "
             f"{place.format_command('join')}"
         )
-    entry, model = find_catalog_entry(model), resolve_model_name(model)
     line = TransferLine(Console(stderr=True, highlight=False, soft_wrap=True))
     name, status = _served_name(model), daemon_client.fetch_status(found)
-    if name in daemon_client.stopped_models(status):
+    stopped, served = daemon_client.stopped_models(status), daemon_client.served_models(status)
+    entry = find_catalog_entry(model)
+    if name not in (*stopped, *served):
+        # The swarm knows names that this PC does not: an applied file may be on another PC.
+        model = resolve_model_name(model)
+        name = _served_name(model)
+    if name in stopped:
         daemon_client.send_request(found, SwitchModel(ref=0, model=name, served=True))
-    elif name not in daemon_client.served_models(status):
+    elif name not in served:
         if entry is not None:
             check_fit(entry, place, status)
         name = _request_model(found, model, line)
