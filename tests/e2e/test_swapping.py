@@ -22,7 +22,7 @@ OPTIONS = (
     *("--coordinator-port", "0", "--memory", "52MB", "--swap-space", "256MB"),
     *("--preemption-mode", "proactive-swap", "--scheduling-policy", "skip-join-mlfq"),
 )
-REQUESTS, ANSWER = 12, 440
+REQUESTS, ANSWER = 20, 440
 
 
 @pytest.fixture
