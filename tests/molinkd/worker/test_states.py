@@ -104,7 +104,15 @@ class States:
 
 
 @pytest.fixture(
-    scope="module", params=["qwen3_next", "qwen3_5_text", "lfm2_moe", "granitemoehybrid"]
+    scope="module",
+    params=[
+        "qwen3_next",
+        "qwen3_5_text",
+        "lfm2_moe",
+        "granitemoehybrid",
+        "nemotron_h",
+        "falcon_h1",
+    ],
 )
 def folder(request: pytest.FixtureRequest, make_model: MakeModel, tmp_path_factory: Any) -> Path:
     torch.set_num_threads(1)
