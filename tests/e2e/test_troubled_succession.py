@@ -127,10 +127,10 @@ def test_pcs_ask_to_join_while_the_leader_changes(
         swarm.kill("first")
         approved.result()
     # Nobody's approval of one that waited at another leader admits it.
-    never = swarm.running.pop("never")
+    never = swarm.running["never"]
     assert never.process.wait(60) != 0
     assert AGAIN in never.output
-    never.stop()
+    swarm.running.pop("never").stop()
     tools.wait_for(lambda: swarm.leader("third") not in ("", "first"), swarm.running["third"])
     leader = swarm.leader("third")
     refused = tools.run_molink(swarm.root / "third", "approve", codes["never"])
@@ -287,9 +287,8 @@ def test_the_leaders_clock_jumps_by_a_day(
     swarm.join("fourth", swarm.molink("third", "invite"))
     swarm.wait_for("first", led_by="first", names=[*members, "fourth"])
     swarm.molink("first", "revoke", "fourth", "--yes")
-    fourth = swarm.running.pop("fourth")
-    assert fourth.process.wait(60) == PeerBanned.exit_code
-    fourth.stop()
+    assert swarm.running["fourth"].process.wait(60) == PeerBanned.exit_code
+    swarm.running.pop("fourth").stop()
     clock.jump(DAY)
     swarm.kill("first")
     swarm.wait_for("third", led_by="second", names=members)

@@ -48,6 +48,9 @@ def _strategy(kind: inspect.Type) -> st.SearchStrategy[Any]:  # noqa: C901  a ca
         case inspect.VarTupleType(item_type=item, min_length=minimum, max_length=maximum):
             few = min(maximum if maximum is not None else 4, 4)
             return st.lists(_strategy(item), min_size=minimum or 0, max_size=few).map(tuple)
+        case inspect.DictType(key_type=key, value_type=value, max_length=maximum):
+            few = min(maximum if maximum is not None else 3, 3)
+            return st.dictionaries(_strategy(key), _strategy(value), max_size=few)
         case inspect.TupleType(item_types=items):
             return st.tuples(*(_strategy(item) for item in items))
         case inspect.BytesType(min_length=minimum, max_length=maximum):
