@@ -137,7 +137,8 @@ def endless(wire: Wire, size: int, total: int) -> int:
 @counted
 @pytest.mark.parametrize("size", [0, 34, 5_000, 250_000])
 def test_endless_message_is_bounded(server: Victim, size: int) -> None:
-    most = 40 * MB if size >= 1000 else 24 * MB
+    # More is sent before it is cut where processors are fast; what is kept of it is bounded.
+    most = 64 * MB if size >= 1000 else 24 * MB
     worst = 0
     for _ in range(3):
         with server.dial().handshake() as wire:
