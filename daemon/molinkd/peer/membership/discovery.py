@@ -11,6 +11,7 @@ import logging
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
@@ -221,6 +222,7 @@ class _Scan:
     def __init__(self, interfaces: Sequence[str]) -> None:
         self._interfaces = interfaces
         self._seen: dict[str, None] = {}
+        self._resolved: set[str] = set()
         self._found: dict[tuple[str, str], DiscoveredSwarm] = {}
         self._changed = threading.Event()
 
@@ -230,16 +232,21 @@ class _Scan:
 
         zeroconf = open_zeroconf(self._interfaces)
         until = time.monotonic() + seconds
+        tried: Counter[str] = Counter()
         try:
             browser = ServiceBrowser(zeroconf, SERVICE_TYPE, handlers=[self._on_service])
-            done = 0
             while (left := until - time.monotonic()) > 0:
-                self._changed.wait(min(left, 0.5))
-                self._changed.clear()
-                for name in list(self._seen)[done:]:
-                    done += 1
-                    if self._resolve_service(zeroconf, name) and len(self._found) == 1:
-                        until = min(until, time.monotonic() + more)
+                unresolved = [one for one in list(self._seen) if one not in self._resolved]
+                name = min(unresolved, key=tried.__getitem__, default=None)
+                if name is None or tried[name]:
+                    self._changed.wait(min(left, 0.5))
+                    self._changed.clear()
+                if name is None:
+                    continue
+                # Multicast packets get lost, on Wi-Fi above all: a name is tried until it answers.
+                tried[name] += 1
+                if self._resolve_service(zeroconf, name) and len(self._found) == 1:
+                    until = min(until, time.monotonic() + more)
             browser.cancel()
         finally:
             zeroconf.close()
@@ -260,6 +267,7 @@ class _Scan:
         with contextlib.suppress(Exception):  # untrusted bytes in a third-party parser
             info = ServiceInfo(SERVICE_TYPE, name)
             if info.request(zeroconf, _DETAILS_MS):
+                self._resolved.add(name)
                 addresses = info.parsed_addresses(IPVersion.V4Only)
                 nearby = parse_announcement(info.properties, addresses, info.port)
                 if nearby is not None and len(self._found) < MAX_SWARMS:

@@ -6,7 +6,9 @@ runs tests has multicast.
 
 import asyncio
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import ClassVar
+from unittest import mock
 
 import msgspec
 import pytest
@@ -171,6 +173,47 @@ async def test_missing_peers_start_a_scan(air: Air, monkeypatch: pytest.MonkeyPa
     silent.start()
     assert silent._task is None
     await silent.close()
+
+
+def test_an_announcement_whose_packets_get_lost_is_asked_for_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of three names one answers at the third try; the others never do."""
+    swarm = DiscoveredSwarm("5d1f", "first", "key", ("10.0.0.1",), 5479)
+    asked: list[str] = []
+
+    class Browser:
+        def __init__(
+            self, zeroconf: object, kind: str, handlers: list[Callable[..., None]]
+        ) -> None:
+            for name in ("never", "late", "neither"):
+                handlers[0](zeroconf=zeroconf, service_type=kind, name=name, state_change=None)
+
+        def cancel(self) -> None:
+            pass
+
+    class Info:
+        properties: ClassVar[dict[bytes, bytes]] = {}
+        port = 5479
+
+        def __init__(self, kind: str, name: str) -> None:
+            self._name = name
+
+        def request(self, zeroconf: object, timeout: float) -> bool:
+            asked.append(self._name)
+            return self._name == "late" and asked.count("late") == 3
+
+        def parsed_addresses(self, version: object) -> list[str]:
+            return []
+
+    monkeypatch.setattr("zeroconf.ServiceBrowser", Browser)
+    monkeypatch.setattr("zeroconf.ServiceInfo", Info)
+    monkeypatch.setattr(discovery, "open_zeroconf", lambda _: mock.Mock())
+    monkeypatch.setattr(discovery, "multicast_addresses", lambda _: ("10.0.0.2",))
+    monkeypatch.setattr(discovery, "parse_announcement", lambda *_: swarm)
+    assert scan_network("0.0.0.0", seconds=60, more=0) == [swarm]
+    assert asked.count("late") == 3
+    assert 2 <= asked.count("never") <= 3
 
 
 def test_loopback_is_not_scanned() -> None:
