@@ -2,11 +2,22 @@
 
 import contextlib
 import subprocess
+import time
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self
 
-from tools.wan.namespaces import Namespaces, enter_command, require_support, run_ip, run_system
+from tools.wan.namespaces import (
+    Namespaces,
+    RigError,
+    enter_command,
+    require_support,
+    run_ip,
+    run_system,
+)
+
+#: How long an end may take to come up, in seconds; the kernel tells of it up to a second later.
+_UP_S = 10.0
 
 
 class VethPair:
@@ -30,6 +41,8 @@ class VethPair:
                 run_ip("-n", name, "link", "set", "wan0", "up")
                 bucket = ("rate", f"{self._mbps}mbit", "burst", "256kb", "latency", "20ms")
                 run_system("tc", "-n", name, "qdisc", "add", "dev", "wan0", "root", "tbf", *bucket)
+            for name in self._spaces.names:
+                _wait_until_up(name)
         except BaseException:
             self.close()
             raise
@@ -68,3 +81,12 @@ class VethPair:
         process = subprocess.Popen([*enter_command(self._spaces.names[index]), *argv], **popen)
         self._started.append(process)
         return process
+
+
+def _wait_until_up(name: str) -> None:
+    """Wait until programs in a namespace see its end as running."""
+    until = time.monotonic() + _UP_S
+    while "state UP" not in run_ip("-n", name, "link", "show", "wan0"):
+        if time.monotonic() > until:
+            raise RigError(f"wan0 of {name} did not come up within {_UP_S:.0f} s")
+        time.sleep(0.05)
