@@ -7,7 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from molink.checkpoint.families import ARCHITECTURES
+from molink.checkpoint.multimodal import FLAT_MODELS, TEXT_MODELS
 from molink.facts.drafts import AUTO_DRAFTS
+from molink.gguf.family_configs import FAMILY_CONFIGS
+from molink.text.tool_calls.formats import TOOL_CALL_FORMATS
 from molinkd.cli.swarm_file import ModelSection, SwarmFile, read_swarm_file
 from molinkd.peer.settings import SETTING_NAMES, Settings
 
@@ -198,6 +202,22 @@ def test_documented_defaults_are_those_of_the_code() -> None:
         if default not in spellings(getattr(owner, name)):
             wrong.append(f"{name}: {default}")
     assert wrong == []
+
+
+def test_every_family_is_documented() -> None:
+    text = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
+    table = text.partition("\n## Families\n")[2].partition("\n## ")[0]
+    named = re.findall(r"`(\w+For(?:CausalLM|ConditionalGeneration))`", table)
+    assert sorted(named) == sorted([*ARCHITECTURES, *TEXT_MODELS, *FLAT_MODELS])
+    listed = text.partition("\n- Architectures: ")[2].partition(".\n")[0]
+    assert sorted(re.findall(r"`([^`]+)`", listed)) == sorted(FAMILY_CONFIGS)
+
+
+def test_every_tool_call_format_is_documented() -> None:
+    text = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
+    table = text.partition("\n| `tool_call_parser` |")[2].partition("\n\n")[0]
+    named = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
+    assert sorted(named) == sorted(TOOL_CALL_FORMATS)
 
 
 def test_swarm_file_fields_are_documented(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import zmq.asyncio
@@ -15,7 +16,6 @@ import zmq.asyncio
 from molink.errors import MolinkError, PeerBanned, TokenError, Unavailable, UsageError
 from molink.facts.device import Device
 from molink.facts.identity import derive_peer_id
-from molink.facts.model import AdapterFolders
 from molink.files import retry_while_busy
 from molink.swarm.membership.banned_peers import BannedPeers
 from molink.swarm.membership.join_token import JoinToken
@@ -142,12 +142,7 @@ class Daemon:
         context = zmq.asyncio.Context()
         stack.callback(context.destroy, linger=0)
         resources = self._open_control(stack, context, repository)
-        if chosen is None:
-            membership = record
-        elif isinstance(chosen, MembershipRecord):
-            membership = await self._rejoin(context, keys, chosen)
-        else:
-            membership = await self._join_swarm(context, keys, chosen, record)
+        membership = await self._find_membership(context, keys, chosen, record)
         swarm = membership.swarm if membership is not None else None
         replica = ReplicaFile(self._home.replica, swarm)
         leadership = self._leadership = Leadership(
@@ -215,16 +210,17 @@ class Daemon:
         with self._transfers.track_transfer(name, progress):
             self._draft_model = await run_in_thread(find)
 
-    def _launch_of(self, model: str, adapters: AdapterFolders) -> Launch:
-        """The launch for another model."""
-        settings = msgspec.structs.replace(self._settings, adapters=adapters)
+    def _make_launch(self, model: str, **changed: Any) -> Launch:
+        """The launch for another model, with ``changed`` settings."""
+        settings = msgspec.structs.replace(self._settings, **changed)
         return msgspec.structs.replace(self._launch, model=model, settings=settings)
 
     def _save_models(
         self, leadership: Leadership, bootstrap: Bootstrap, record: MembershipRecord | None
     ) -> None:
-        """Store the membership and the models of this run; a model that was named on the command
-        line has the adapters named with it.
+        """Store the membership, the models of this run and their adapters.
+
+        A model that the command line names has the adapters of its options, not of an applied file.
         """
         adapters = record.adapters if record is not None else {}
         kept = {name: those for name, those in adapters.items() if name != self._launch.model}
@@ -236,7 +232,7 @@ class Daemon:
     ) -> list[Launch]:
         """The launches of applied models, with their adapters."""
         adapters = record.adapters if record is not None else {}
-        return [self._launch_of(model, adapters.get(model, {})) for model in models]
+        return [self._make_launch(model, adapters=adapters.get(model, {})) for model in models]
 
     def _make_model_loader(
         self, first: str | None, keys: KeyPair, repository: ModelRepository, leadership: Leadership
@@ -244,13 +240,31 @@ class Daemon:
         def make_bootstrap(model: str) -> Bootstrap:
             # Adapters belong to the model that the daemon was started with.
             adapters = self._settings.adapters if model == first else {}
-            return self._make_bootstrap(self._launch_of(model, adapters), keys, repository)
+            launch = self._make_launch(model, adapters=adapters)
+            return self._make_bootstrap(launch, keys, repository)
 
         def served(model: str) -> None:
             if self._launch.role == "up":
                 leadership.save_models([model])  # also served after a restart
 
         return ModelLoader(make_bootstrap, self._forward_request, served)
+
+    async def _find_membership(
+        self,
+        context: zmq.asyncio.Context,
+        keys: KeyPair,
+        chosen: MembershipRecord | JoinToken | None,
+        record: MembershipRecord | None,
+    ) -> MembershipRecord | None:
+        """The membership of this run; ``None`` if this PC founds a swarm.
+
+        ``chosen`` is the membership or token that ``join`` uses, ``record`` that of the last run.
+        """
+        if chosen is None:
+            return record
+        if isinstance(chosen, MembershipRecord):
+            return await self._rejoin(context, keys, chosen)
+        return await self._join_swarm(context, keys, chosen, record)
 
     async def _rejoin(
         self, context: zmq.asyncio.Context, keys: KeyPair, record: MembershipRecord
@@ -269,14 +283,13 @@ class Daemon:
         self, keys: KeyPair, repository: ModelRepository, leadership: Leadership
     ) -> ApplyHandler:
         def make_bootstrap(entry: ModelEntry) -> Bootstrap:
-            settings = msgspec.structs.replace(
-                self._settings,
+            launch = self._make_launch(
+                entry.source,
                 dtype=entry.dtype,
                 quantize=entry.quantize,
                 kv_cache_dtype=entry.kv_cache_dtype,
                 adapters=entry.adapters,
             )
-            launch = msgspec.structs.replace(self._launch, model=entry.source, settings=settings)
             return self._make_bootstrap(launch, keys, repository)
 
         async def ask(message: ControlMessage, payload: bytes) -> tuple[ControlMessage, bytes]:

@@ -1,4 +1,4 @@
-"""Reads a streamed tool call ``{"name": …, "arguments": {…}}``."""
+"""Reads streamed tool calls ``{"name": …, "arguments": {…}}``, alone or in a list."""
 
 import re
 from typing import Any, Literal
@@ -193,6 +193,48 @@ class ToolCallReader:
             self._emit_arguments("{}", parts)
         self.state = "done"
         return 1
+
+
+class CallListReader:
+    """Reads the call objects of a JSON list, or one object alone.
+
+    The caller has read ``opening``, which comes out as text if no call follows.
+    """
+
+    def __init__(self, names: frozenset[str], opening: str) -> None:
+        self._names, self._opening = names, opening
+        #: Reads the current call; ``None`` between calls.
+        self._reader: ToolCallReader | None = ToolCallReader(names)
+        self.has_calls = False
+        self.is_done = False
+
+    def parse_text(self, text: str, pos: int, parts: AnswerPartBuilder) -> int:
+        """Read from ``pos`` on; return the position reached."""
+        if self._reader is None:
+            return self._read_separator(text, pos, parts)
+        pos = self._reader.parse_text(text, pos, parts)
+        if self._reader.state == "done":
+            self._reader, self.has_calls = None, True
+        elif self._reader.state == "broken":
+            parts.add_text(self._opening + self._reader.held)
+            self.is_done = True
+        return pos
+
+    def finish_parsing(self, parts: AnswerPartBuilder) -> None:
+        """Add what is no call as text at the end of the answer."""
+        if self._reader is not None and self._reader.state == "head":
+            parts.add_text(self._opening + self._reader.held)
+
+    def _read_separator(self, text: str, pos: int, parts: AnswerPartBuilder) -> int:
+        char = text[pos]
+        if char.isspace():
+            parts.add_text(char)
+            return pos + 1
+        if char == ",":
+            self._opening, self._reader = char, ToolCallReader(self._names)
+        else:
+            self.is_done = True
+        return pos + (char in ",]")
 
 
 def _match_end(pattern: re.Pattern[str], text: str, pos: int) -> int:

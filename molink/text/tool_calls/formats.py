@@ -19,21 +19,5 @@ ToolCallFormat = Literal[
     "pythonic",
 ]
 #: Choices of the ``tool_call_parser`` setting; ``raw`` disables parsing.
-ToolCallParserChoice = Literal[
-    "auto",
-    "raw",
-    "hermes",
-    "llama",
-    "mistral",
-    "harmony",
-    "qwen3_coder",
-    "glm",
-    "minimax_m2",
-    "seed_oss",
-    "deepseek",
-    "kimi_k2",
-    "granite",
-    "phi4_mini",
-    "pythonic",
-]
+ToolCallParserChoice = Literal["auto", "raw", ToolCallFormat]
 TOOL_CALL_FORMATS: tuple[ToolCallFormat, ...] = get_args(ToolCallFormat)

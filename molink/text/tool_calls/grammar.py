@@ -5,24 +5,24 @@ whole, so that their internal references stay valid.
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from molink.errors import RequestError
-from molink.text.closed_schemas import forbid_extra_keys
 from molink.text.tool_calls import listed, marked
 from molink.text.tool_calls.create import AnswerFormat
 from molink.text.tool_calls.reasoning import is_tag_open
-from molink.text.tool_calls.tagged_grammar import TAG_LAYOUTS, answer_rule, call_rules
+from molink.text.tool_calls.tagged_grammar import (
+    ANY_TEXT_RULE,
+    TAG_LAYOUTS,
+    Quote,
+    answer_rule,
+    call_rules,
+    json_rule,
+)
 
-#: JSON as models write it; with flexible white space some never stop.
-_LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _NO_PARAMETERS = {"type": "object", "properties": {}}
-_ANY_TEXT_RULE = r"/(.|\n)*/"
 _LINE_RULE = r"/\n{0,2}/"
-
-#: Quotes a marker or text for a rule.
-Quote = Callable[[str], str]
 
 
 def build_call_grammar(
@@ -51,13 +51,12 @@ def build_call_grammar(
     rules.append("call: " + " | ".join(f"call{number}" for number in range(len(tools))))
     layout = None if form.tool_calls is None else TAG_LAYOUTS.get(form.tool_calls)
     for number, (name, schema) in enumerate(tools.items()):
+        shape = schema or _NO_PARAMETERS
         if layout is not None:
-            shape = schema or _NO_PARAMETERS
             rules += call_rules(layout, quote, ids, f"call{number}", name, shape)
             continue
-        whole = json.dumps({**forbid_extra_keys(schema or _NO_PARAMETERS), "x-guidance": _LAYOUT})
         call = _call_rule(form, quote, name, f"arguments{number}", named=named)
-        rules += [f"call{number}: {call}", f"arguments{number}: %json {whole}"]
+        rules += [f"call{number}: {call}", f"arguments{number}: {json_rule(shape)}"]
     return "\n".join(rules) + "\n"
 
 
@@ -80,10 +79,10 @@ def _reasoning_rule(
 ) -> list[str]:
     """Text up to ``closing``, which may be a special token."""
     if closing in ids:
-        return [f"thought: {opening} {_ANY_TEXT_RULE} {quote(closing)} {behind}"]
+        return [f"thought: {opening} {ANY_TEXT_RULE} {quote(closing)} {behind}"]
     return [
         f"thought: {opening} thinking {behind}",
-        f"thinking[suffix={json.dumps(closing)}]: {_ANY_TEXT_RULE}",
+        f"thinking[suffix={json.dumps(closing)}]: {ANY_TEXT_RULE}",
     ]
 
 

@@ -7,7 +7,7 @@ Granite writes ``<|tool_call|>[{"name": …, "arguments": {…}}]``; Phi-4-mini 
 from typing import Literal
 
 from molink.text.tool_calls.base import AnswerPart, AnswerPartBuilder, MarkerFinder
-from molink.text.tool_calls.call_reader import ToolCallReader
+from molink.text.tool_calls.call_reader import CallListReader
 
 OPEN, CLOSE = "<|tool_call|>", "<|/tool_call|>"
 MARKERS = frozenset({OPEN, CLOSE})
@@ -27,10 +27,10 @@ class ListedCallParser:
         self._names = names
         self._parts = AnswerPartBuilder()
         self._finder = MarkerFinder((*markers, CLOSE))
-        self._reader = ToolCallReader(names)
-        #: ``head`` follows a marker, ``between`` a call.
-        self._state: Literal["outside", "head", "call", "between"] = "outside"
-        #: Text to emit if no call follows.
+        self._calls = CallListReader(names, "")
+        #: ``head`` follows a marker.
+        self._state: Literal["outside", "head", "calls"] = "outside"
+        #: The marker and white space; text if no call follows.
         self._held = ""
         self._awaits_close = False
 
@@ -42,18 +42,18 @@ class ListedCallParser:
                     pos = self._read_content(text, pos)
                 case "head":
                     pos = self._read_opening(text, pos)
-                case "call":
-                    pos = self._reader.parse_text(text, pos, self._parts)
-                    self._settle_call()
-                case "between":
-                    pos = self._read_separator(text, pos)
+                case "calls":
+                    pos = self._calls.parse_text(text, pos, self._parts)
+                    if self._calls.is_done:
+                        self._awaits_close |= self._calls.has_calls
+                        self._state = "outside"
         return self._parts.drain_parts()
 
     def finish_parsing(self) -> list[AnswerPart]:
         if self._state == "head":
             self._parts.add_text(self._held)
-        elif self._state == "call" and self._reader.state == "head":
-            self._parts.add_text(self._held + self._reader.held)
+        elif self._state == "calls":
+            self._calls.finish_parsing(self._parts)
         self._parts.add_text(self._finder.flush_text())
         return self._parts.finish_parts()
 
@@ -76,7 +76,8 @@ class ListedCallParser:
             self._expect_call()
             return pos
         if (not char.isspace() and char != "[") or len(self._held) >= _MAX_GAP:
-            self._abandon_call()
+            self._parts.add_text(self._held)
+            self._state = "outside"
             return pos
         self._held += char
         if char == "[":
@@ -84,26 +85,4 @@ class ListedCallParser:
         return pos + 1
 
     def _expect_call(self) -> None:
-        self._reader, self._state = ToolCallReader(self._names), "call"
-
-    def _settle_call(self) -> None:
-        if self._reader.state == "done":
-            self._state, self._awaits_close, self._held = "between", True, ""
-        elif self._reader.state == "broken":
-            self._held += self._reader.held
-            self._abandon_call()
-
-    def _abandon_call(self) -> None:
-        self._parts.add_text(self._held)
-        self._held, self._state = "", "outside"
-
-    def _read_separator(self, text: str, pos: int) -> int:
-        char = text[pos]
-        if char.isspace():
-            self._parts.add_text(char)
-            return pos + 1
-        self._state = "outside"
-        if char == ",":
-            self._held = char
-            self._expect_call()
-        return pos + (char in ",]")
+        self._calls, self._state = CallListReader(self._names, self._held), "calls"

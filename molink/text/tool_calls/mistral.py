@@ -7,7 +7,7 @@ import re
 from typing import Literal
 
 from molink.text.tool_calls.base import AnswerPart, AnswerPartBuilder, MarkerFinder
-from molink.text.tool_calls.call_reader import JsonValueScanner, ToolCallReader
+from molink.text.tool_calls.call_reader import CallListReader, JsonValueScanner
 
 OPEN_TAG = "[TOOL_CALLS]"
 MARKERS = frozenset({OPEN_TAG, "[CALL_ID]", "[ARGS]"})
@@ -26,11 +26,11 @@ class MistralParser:
         self._names = names
         self._parts = AnswerPartBuilder()
         self._finder = MarkerFinder((OPEN_TAG,))
-        self._reader = ToolCallReader(names)
+        self._calls = CallListReader(names, "")
         self._value = JsonValueScanner()
         #: ``head`` follows the tag; then ``named`` with arguments, or ``listed`` objects.
-        self._state: Literal["outside", "head", "named", "listed", "between"] = "outside"
-        #: Text to emit if no call follows.
+        self._state: Literal["outside", "head", "named", "listed"] = "outside"
+        #: The tag and what follows; text if no call follows.
         self._held = ""
 
     def parse_delta(self, text: str) -> list[AnswerPart]:
@@ -44,17 +44,16 @@ class MistralParser:
                 case "named":
                     pos = self._read_named_call(text, pos)
                 case "listed":
-                    pos = self._reader.parse_text(text, pos, self._parts)
-                    self._settle_call()
-                case "between":
-                    pos = self._read_separator(text, pos)
+                    pos = self._calls.parse_text(text, pos, self._parts)
+                    if self._calls.is_done:
+                        self._state = "outside"
         return self._parts.drain_parts()
 
     def finish_parsing(self) -> list[AnswerPart]:
         if self._state == "head":
             self._parts.add_text(self._held)
-        elif self._state == "listed" and self._reader.state == "head":
-            self._parts.add_text(self._held + self._reader.held)
+        elif self._state == "listed":
+            self._calls.finish_parsing(self._parts)
         self._parts.add_text(self._finder.flush_text())
         return self._parts.finish_parts()
 
@@ -99,26 +98,8 @@ class MistralParser:
         return end
 
     def _expect_call(self) -> None:
-        self._reader, self._state = ToolCallReader(self._names), "listed"
-
-    def _settle_call(self) -> None:
-        if self._reader.state == "done":
-            self._state = "between"
-        elif self._reader.state == "broken":
-            self._held += self._reader.held
-            self._abandon_call()
+        self._calls, self._state = CallListReader(self._names, self._held), "listed"
 
     def _abandon_call(self) -> None:
         self._parts.add_text(self._held)
         self._state = "outside"
-
-    def _read_separator(self, text: str, pos: int) -> int:
-        char = text[pos]
-        if char.isspace():
-            self._parts.add_text(char)
-            return pos + 1
-        self._state = "outside"
-        if char == ",":
-            self._held = char
-            self._expect_call()
-        return pos + (char in ",]")

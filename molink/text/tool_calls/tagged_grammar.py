@@ -12,7 +12,9 @@ from molink.text.closed_schemas import forbid_extra_keys
 from molink.text.tool_calls.formats import ToolCallFormat
 from molink.text.tool_calls.tagged import is_text
 
-_ANY_TEXT_RULE = r"/(.|\n)*/"
+ANY_TEXT_RULE = r"/(.|\n)*/"
+#: JSON as models write it; with flexible white space some never stop.
+_JSON_LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 #: Where a schema keeps what its references name.
 _DEFINITIONS = ("$defs", "definitions")
 
@@ -82,6 +84,15 @@ TAG_LAYOUTS: dict[ToolCallFormat, CallLayout] = {
 }
 
 
+def json_rule(schema: Mapping[str, Any]) -> str:
+    """JSON by ``schema``, without keys that it does not name.
+
+    Raises:
+        RequestError: the schema is nested too deeply, or combines too many.
+    """
+    return f"%json {json.dumps({**forbid_extra_keys(schema), 'x-guidance': _JSON_LAYOUT})}"
+
+
 def answer_rule(layout: CallLayout, quote: Quote, *, parallel: bool) -> str:
     """One call, or several."""
     if not layout.is_shared:
@@ -128,18 +139,16 @@ def _value_rules(
         if choices:
             yield f"({' | '.join(json.dumps(str(one)) for one in choices)}) {closing}"
         elif layout.value_end in ids:
-            yield f"{_ANY_TEXT_RULE} {closing}"
+            yield f"{ANY_TEXT_RULE} {closing}"
         else:
             yield name
             suffix = json.dumps(layout.frame + layout.value_end)
-            yield f"{name}[suffix={suffix}]: {_ANY_TEXT_RULE}"
+            yield f"{name}[suffix={suffix}]: {ANY_TEXT_RULE}"
         return
     yield f"{name} {closing}"
     shape = inner if isinstance(inner, dict) else {}
     definitions = {key: schema[key] for key in _DEFINITIONS if key in schema}
-    layouts = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-    whole = {**forbid_extra_keys({**definitions, **shape}), "x-guidance": layouts}
-    yield f"{name}: %json {json.dumps(whole)}"
+    yield f"{name}: {json_rule({**definitions, **shape})}"
 
 
 def _sequence(parts: tuple[str, ...], quote: Quote, name: str = "") -> str:

@@ -1,5 +1,6 @@
 """Runs parsers over answers, and says what came out in the shortest way."""
 
+import itertools
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -39,6 +40,12 @@ class Read:
     thought: str = ""
     calls: list[tuple[str, str]] = field(default_factory=list)
     ended: list[int] = field(default_factory=list)
+
+
+def cut_text(text: str, places: Iterable[int]) -> list[str]:
+    """Cut ``text`` at ``places``."""
+    bounds = [0, *sorted(places), len(text)]
+    return [text[first:last] for first, last in itertools.pairwise(bounds)]
 
 
 def read(parser: AnswerParser, pieces: Iterable[str]) -> Read:

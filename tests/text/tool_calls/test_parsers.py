@@ -1,6 +1,5 @@
 """Calls and thoughts in answers as models write them, and in what only looks like it."""
 
-import itertools
 import json
 from typing import Any
 
@@ -10,7 +9,7 @@ from hypothesis import strategies as st
 
 from molink.text.tool_calls import call_reader
 from molink.text.tool_calls.base import MAX_HELD_SPACE
-from tests.text.tool_calls.answers import called, parser_of, read, read_text
+from tests.text.tool_calls.answers import called, cut_text, parser_of, read, read_text
 
 PARIS = {"city": "Paris", "days": [1, {"x": '}]\\" </tool_call>'}]}
 CALL = json.dumps({"name": "get_weather", "arguments": PARIS})
@@ -234,8 +233,6 @@ def test_cuts_change_nothing(
     form: str, thinks: bool, tail: str, answer: str, cuts: list[int]
 ) -> None:
     whole = read_text(form, answer, tail, thinks=thinks)
-    places = [0, *sorted(cuts), len(answer)]
-    pieces = [answer[first:last] for first, last in itertools.pairwise(places)]
-    assert read(parser_of(form, tail, thinks=thinks), pieces) == whole
+    assert read(parser_of(form, tail, thinks=thinks), cut_text(answer, cuts)) == whole
     if not whole.calls and not whole.thought and form != "harmony" and not thinks:
         assert whole.text == answer

@@ -1,6 +1,5 @@
 """Formats of Qwen3-Coder, Seed-OSS, GLM, MiniMax, DeepSeek, Kimi, Granite, Phi and of Python."""
 
-import itertools
 import json
 from typing import Any
 
@@ -10,7 +9,7 @@ from hypothesis import strategies as st
 
 from molink.text.tool_calls import pythonic, tagged
 from molink.text.tool_calls.create import detect_answer_format
-from tests.text.tool_calls.answers import called, parser_of, read, read_text
+from tests.text.tool_calls.answers import called, cut_text, parser_of, read, read_text
 
 PARIS = {"city": "Paris, é", "days": [1, {"x": '}]\\" <'}]}
 ARGS = json.dumps(PARIS, ensure_ascii=False)
@@ -280,9 +279,7 @@ PIECES = (
 )
 def test_cuts_change_nothing(form: str, thinks: bool, answer: str, cuts: list[int]) -> None:
     whole = read_text(form, answer, thinks=thinks)
-    places = [0, *sorted(cuts), len(answer)]
-    pieces = [answer[first:last] for first, last in itertools.pairwise(places)]
-    assert read(parser_of(form, thinks=thinks), pieces) == whole
+    assert read(parser_of(form, thinks=thinks), cut_text(answer, cuts)) == whole
     for index in whole.ended:
         _, arguments = whole.calls[index]
         if form in ("qwen3_coder", "glm", "minimax_m2", "pythonic"):
@@ -310,6 +307,5 @@ def test_a_text_arrives_as_it_was_written(form: str, city: str, cuts: list[int])
         ),
     }[form]
     answer = before + city + after
-    places = [0, *sorted(cuts), len(answer)]
-    pieces = [answer[first:last] for first, last in itertools.pairwise(places)]
-    assert called(read(parser_of(form), pieces)) == [("get_weather", {"city": city})]
+    found = read(parser_of(form), cut_text(answer, cuts))
+    assert called(found) == [("get_weather", {"city": city})]

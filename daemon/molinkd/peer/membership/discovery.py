@@ -44,6 +44,8 @@ MISSED_S, SELDOM_S = 3.0, 60.0
 _MAX_ADDRESSES = 8
 #: Timeout of resolving one announcement, in milliseconds.
 _DETAILS_MS = 800
+#: Pause before an announcement is asked for again, in seconds.
+_RETRY_S = 0.5
 #: Maximum number of announcements per scan: a hostile PC can send any number.
 _MAX_ANNOUNCEMENTS = 64
 
@@ -199,7 +201,9 @@ def _register_service(nearby: DiscoveredSwarm, interfaces: Sequence[str]) -> "Ze
 
 
 def scan_network(host: str, seconds: float = LOOK_S, more: float = MORE_S) -> list[DiscoveredSwarm]:
-    """Swarms announced on the networks of ``host``; blocks for at most ``seconds``.
+    """Swarms announced on the networks of ``host``.
+
+    Blocks for about ``seconds``, or ``more`` seconds after the first swarm is found.
 
     Raises:
         Unavailable: Multicast is not possible on this PC.
@@ -227,7 +231,7 @@ class _Scan:
         self._changed = threading.Event()
 
     def run_scan(self, seconds: float, more: float) -> list[DiscoveredSwarm]:
-        """Scan for ``seconds``, and for ``more`` seconds if none is found."""
+        """Scan for ``seconds``, or until ``more`` seconds after the first swarm is found."""
         from zeroconf import ServiceBrowser
 
         zeroconf = open_zeroconf(self._interfaces)
@@ -239,7 +243,7 @@ class _Scan:
                 unresolved = [one for one in list(self._seen) if one not in self._resolved]
                 name = min(unresolved, key=tried.__getitem__, default=None)
                 if name is None or tried[name]:
-                    self._changed.wait(min(left, 0.5))
+                    self._changed.wait(min(left, _RETRY_S))
                     self._changed.clear()
                 if name is None:
                     continue

@@ -208,6 +208,7 @@ def test_an_announcement_whose_packets_get_lost_is_asked_for_again(
 
     monkeypatch.setattr("zeroconf.ServiceBrowser", Browser)
     monkeypatch.setattr("zeroconf.ServiceInfo", Info)
+    monkeypatch.setattr(discovery, "_RETRY_S", 0)
     monkeypatch.setattr(discovery, "open_zeroconf", lambda _: mock.Mock())
     monkeypatch.setattr(discovery, "multicast_addresses", lambda _: ("10.0.0.2",))
     monkeypatch.setattr(discovery, "parse_announcement", lambda *_: swarm)
