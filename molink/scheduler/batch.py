@@ -236,7 +236,7 @@ class ControlIssuer:
             request.sampling_params,
             state.num_prompt_tokens,
             state.kv_end,
-            state.state_slot or 0,
+            max(0, state.state_slot),
             state.adapter,
             state.snapshot,
         )

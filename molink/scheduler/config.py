@@ -86,10 +86,10 @@ class SchedulerConfig:
                 f"preemption_mode must be one of {choices}, not {self.preemption_mode!r}"
             )
         if self.state_slots:
-            self._check_recomputes()
+            self._check_states()
 
-    def _check_recomputes(self) -> None:
-        """Check that no row's effect on a state would have to be known later, or taken back."""
+    def _check_states(self) -> None:
+        """Check that no state would have to be rolled back or swapped out."""
         drafts = self.num_speculative_tokens or self.lookahead_volumes
         if drafts or self.preemption_mode != "recompute":
             raise UsageError("a model with recurrent layers can't have drafts or swapping")

@@ -58,15 +58,15 @@ class KVCacheManager:
         """Share of new requests' tokens found in the prefix cache."""
         return self.num_hit_tokens / self.num_lookup_tokens if self.num_lookup_tokens else 0.0
 
-    def allocate_state_slot(self, found: PrefixMatch) -> int | None:
+    def allocate_state_slot(self, found: PrefixMatch) -> int:
         """Allocate a slot and hold the snapshot of the match until :meth:`release_snapshot` or a
-        release; ``None`` for a model without states.
+        release; -1 for a model without states.
 
         Raises:
             InvariantError: there is no slot.
         """
         if not self.states.are_needed:
-            return None
+            return -1
         if found.snapshot >= 0:
             self.states.allocator.share_blocks((found.snapshot,))
         slot = self.states.allocate_slot()
@@ -238,7 +238,7 @@ class KVCacheManager:
     def _keep_released_states(self, state: RequestState) -> None:
         """Make snapshots of the states that a request leaves, unless rows in flight change them."""
         end = state.num_computed
-        if state.state_slot is not None and end == state.num_issued and not state.is_fresh:
+        if state.state_slot >= 0 and end == state.num_issued and not state.is_fresh:
             self._add_snapshot(state, state.state_slot, end)
         if state.kept_slot >= 0 and state.snapshot_end <= end:
             self._add_snapshot(state, state.kept_slot, state.snapshot_end)

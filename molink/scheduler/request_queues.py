@@ -378,10 +378,10 @@ class RequestQueues:
         self._prefilling.pop(state.id, None)
         self._decode_ready.pop(state.id, None)
         self._pending_releases.append(PendingRelease(copy(state), counter))
-        state.blocks, state.state_slot = [], None
+        state.blocks = []
         state.in_flight = {}
         state.clear_draft_path()
-        state.copy_source = state.snapshot = state.kept_slot = -1
+        state.copy_source = state.state_slot = state.snapshot = state.kept_slot = -1
         state.snapshot_end = 0
         state.tree_node = ROOT
 

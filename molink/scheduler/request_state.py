@@ -76,8 +76,8 @@ class RequestState:
     #: don't count: rows of wrong ones are overwritten.
     num_issued: int = 0
     blocks: list[int] = field(default_factory=list)
-    #: Slot of its state in recurrent layers, if the model has some.
-    state_slot: int | None = None
+    #: Slot of its state in recurrent layers; -1 if the model has none.
+    state_slot: int = -1
     #: Slot of the snapshot that its first rows continue, until they are back; -1 if none.
     snapshot: int = -1
     #: Tokens after which its state is copied to a snapshot, 0 if it isn't; and the snapshot's slot,
@@ -213,8 +213,7 @@ class RequestState:
     @property
     def held_slots(self) -> list[int]:
         """All state slots that it references."""
-        own = -1 if self.state_slot is None else self.state_slot
-        return [slot for slot in (own, self.snapshot, self.kept_slot) if slot >= 0]
+        return [slot for slot in (self.state_slot, self.snapshot, self.kept_slot) if slot >= 0]
 
     def start_admission(
         self, request_id: int, blocks: list[int], found: PrefixMatch, restored: int = 0

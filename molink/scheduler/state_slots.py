@@ -12,8 +12,8 @@ class StateSlots:
 
     A snapshot is the state after a prefix whose KV is cached. It belongs to the KV block with the
     prefix's last token, by how many tokens of this block it has seen, and is dropped with the
-    block. Slots that requests need are taken from the least recently used snapshots. Every prefix
-    has at most one.
+    block. Slots that requests need are taken from the least recently used snapshots. A block has at
+    most one for each number of its tokens.
 
     To the allocator, slots are blocks and snapshots are cached ones.
     """
@@ -34,17 +34,24 @@ class StateSlots:
 
     def can_allocate(self, source: int) -> bool:
         """Whether a request can have a slot while it holds the snapshot ``source`` (-1: none)."""
-        allocator = self.allocator
-        available = allocator.num_free + allocator.num_settled
-        return not self.are_needed or available > allocator.count_settled((source,) * (source >= 0))
+        if not self.are_needed:
+            return True
+        allocator, held = self.allocator, (source,) if source >= 0 else ()
+        return allocator.num_free + allocator.num_settled > allocator.count_settled(held)
 
     def allocate_slot(self) -> int | None:
-        """Allocate a slot, that of a snapshot if necessary; ``None`` if there is none."""
+        """Allocate a slot, that of a snapshot if necessary; ``None`` if there is none.
+
+        A snapshot whose release is in flight is kept, since its slot can't be used yet.
+        """
         allocator = self.allocator
-        if not allocator.num_free + allocator.num_settled:
-            return None
-        while not allocator.num_free:
-            self._drop_snapshot(next(iter(allocator.eviction_order)))
+        if not allocator.num_free:
+            snapshots = allocator.eviction_order
+            settled = (slot for slot in snapshots if allocator.count_settled((slot,)))
+            oldest = next(settled, None)
+            if oldest is None:
+                return None
+            self._drop_snapshot(oldest)
         slots = allocator.allocate_blocks(1)
         return None if slots is None else slots[0]
 

@@ -53,7 +53,7 @@ def create_ropes(
 class LayerPass:
     """Runs steps eagerly on one KV pool. Layers compute in ``dtype``.
 
-    Recurrent layers have their ``states``.
+    ``states`` are those of recurrent layers.
     """
 
     decoder: Decoder

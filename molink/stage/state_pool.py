@@ -21,8 +21,8 @@ def slot_bytes(shape: RecurrentShape | None, layers: int) -> int:
 class StateRows:
     """The rows of a step by request.
 
-    ``single_rows`` and ``single_slots`` (int64 ``[B]``, on the device) are rows alone of their
-    requests; ``sole_slot`` is the slot if there is one of them. ``chunks`` are first row, number of
+    ``single_rows`` and ``single_slots`` (int64 ``[B]``, on the device) are of requests with one
+    row; ``sole_slot`` is the slot if there is one such request. ``chunks`` are first row, number of
     rows and slot of the others.
     """
 

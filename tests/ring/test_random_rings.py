@@ -1,11 +1,11 @@
-"""A whole ring without I/O: the real head, real scoreboards, and stages that check their KV.
+"""A whole ring without I/O: the real scheduler, real scoreboards, and stages that check their KV.
 
 What a real stage keeps of a position depends on all tokens up to it. So each simulated one keeps
 in every slot of every block the tokens up to and including that position: those that it reads in
 the slot before, and the row's. It reads all positions of a request when it runs a row. A block
 reused, shared or copied too early or wrongly, a row run too early, twice or after its request's
-release, or a block table out of order shows as a wrong entry. The tail computes tokens from what it
-reads, so a request's text proves the rest.
+release, or a block table out of order shows as a wrong entry. The last stage computes tokens from
+what it reads, so a request's text proves the rest.
 
 A state of a recurrent layer is kept the same way, but without a history: a row that runs twice, out
 of order or in another request's slot shows there.
@@ -623,6 +623,30 @@ def make_request(rng: random.Random, ring: Ring, key: str, maximum: int) -> Requ
     )
 
 
+def compose_at_random(
+    rng: random.Random, ring: Ring, name: str, maximum: int, restless: float
+) -> None:
+    """Compose a batch after some time, with other measured times, requests, credits and cancels."""
+    ring.now += rng.choice([0.0, 0.0, 0.1, 1.0, ABANDONED_AFTER_S / 3])
+    live = [key for key, client in ring.clients.items() if not client.over]
+    if rng.random() < 0.1:
+        stages = len(ring.stages)
+        links = [LinkFacts(rng.choice([0.0, 0.03, 10.0]), None)] * stages
+        profile = STAGE.scale_by(rng.choice([0.2, 1.0, 1.0, 5.0]))
+        ring.scheduler.set_times(RingTimes((profile,) * stages, links, 0))
+    dice = rng.random()
+    if dice < 0.2 and len(ring.clients) < 24:
+        for number in range(rng.randrange(1, 5)):
+            ring.submit(make_request(rng, ring, f"{name}.{number}", maximum))
+    elif dice < 0.6 and live:
+        ring.credit(rng.choice(live))
+    ring.next(prefill=rng.random() < 0.9)
+    if rng.random() < restless and live:
+        ring.cancel(rng.choice(live))
+        ring.next()
+    ring.validate()
+
+
 #: What models with recurrent layers have instead.
 WITH_STATES: dict[str, Any] = {
     "num_speculative_tokens": 0,
@@ -697,23 +721,7 @@ def every_request_gets_its_own_tokens(
     slowdown = rng.choice([2, 4, 2 * stages + 1, 6 * stages])
     restless = rng.choice([0.0, 0.05, 0.2])
     for step in range(rng.randrange(20, 120)):
-        ring.now += rng.choice([0.0, 0.0, 0.1, 1.0, ABANDONED_AFTER_S / 3])
-        live = [key for key, client in ring.clients.items() if not client.over]
-        if rng.random() < 0.1:
-            links = [LinkFacts(rng.choice([0.0, 0.03, 10.0]), None)] * stages
-            profile = STAGE.scale_by(rng.choice([0.2, 1.0, 1.0, 5.0]))
-            ring.scheduler.set_times(RingTimes((profile,) * stages, links, 0))
-        dice = rng.random()
-        if dice < 0.2 and len(ring.clients) < 24:
-            for number in range(rng.randrange(1, 5)):
-                ring.submit(make_request(rng, ring, f"r{step}.{number}", maximum))
-        elif dice < 0.6 and live:
-            ring.credit(rng.choice(live))
-        ring.next(prefill=rng.random() < 0.9)
-        if rng.random() < restless and live:
-            ring.cancel(rng.choice(live))
-            ring.next()
-        ring.validate()
+        compose_at_random(rng, ring, f"r{step}", maximum, restless)
         for _ in range(rng.randrange(slowdown)):
             if events := ring.events():
                 ring.do(rng.choice(events))

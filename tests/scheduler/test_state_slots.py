@@ -6,6 +6,7 @@ from molink.scheduler.batch import MicroBatch
 from molink.scheduler.config import SchedulerConfig
 from molink.scheduler.kv_cache_manager import KVCacheManager
 from molink.scheduler.request_state import PendingRelease
+from molink.scheduler.state_slots import StateSlots
 from molink.wire.messages.data_plane import Admit, SamplerOutput, SamplingParams, StateCopy
 from tests.scheduler.test_kv_cache_manager import PROMPT, Player, group
 from tests.support.request_states import make_state
@@ -192,6 +193,23 @@ def test_the_state_unused_for_longest_goes_first(slots: int) -> None:
     player.serve("b", PROMPT[::-1], 1)
     assert serve_start(player, "a 2", (*PROMPT, 1)) == 40
     assert serve_start(player, "b 2", (*PROMPT[::-1], 1)) == (40 if slots == 3 else 0)
+
+
+def test_a_snapshot_that_frees_no_slot_yet_is_kept() -> None:
+    """The state of a request that has just ended, while its release is in flight."""
+    states = StateSlots(2)
+    released, returned = states.allocate_slot(), states.allocate_slot()
+    assert released is not None
+    assert returned is not None
+    states.add_snapshot(released, block=0, tokens=1)
+    states.add_snapshot(returned, block=1, tokens=1)
+    states.allocator.release_blocks(1, [released])
+    states.allocator.unshare_block(returned)
+    assert states.allocate_slot() == returned
+    assert states.find_snapshot(0, 1, 1) == (1, released)
+    assert states.allocate_slot() is None
+    states.allocator.reclaim_released(1)
+    assert states.allocate_slot() == released
 
 
 def chat_hit_rate(slots: int, dropped: int) -> float:

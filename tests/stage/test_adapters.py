@@ -11,6 +11,7 @@ import torch
 from molink.checkpoint.adapted_folder import adapt_model
 from molink.checkpoint.gguf_import import import_gguf
 from molink.checkpoint.hub import NullCounter
+from molink.checkpoint.model_folder import ModelFolder
 from molink.stage.batch import SequenceRows
 from molink.stage.decoder.decoder import HeldWeights
 from molink.stage.linear import AdaptedLinear, PlainLinear
@@ -243,8 +244,6 @@ def test_steps_on_a_card(
 
 
 def test_a_stage_holds_the_adapters_of_its_layers(adapted: tuple[Path, list[Path]]) -> None:
-    from molink.checkpoint.model_folder import ModelFolder
-
     folder = ModelFolder.open(adapted[0])
     first, second = (Stage.load_layers(folder, layers, dtype="f32") for layers in ((0, 1), (1, 3)))
     found = [stage._decoder.blocks[0].mixer.qkv for stage in (first, second)]

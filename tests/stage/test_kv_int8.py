@@ -151,6 +151,6 @@ def test_swapped_blocks_come_back(dtype: torch.dtype, page: int, head_dim: int) 
 def test_memory_of_a_block(dtype: torch.dtype, head_dim: int) -> None:
     pool = make_pool(dtype, 16, head_dim)
     config = SimpleNamespace(kv_heads=3, head_dim=head_dim, kv_kinds=2)
-    found, plain = (block_bytes(config, LAYERS, 16, dtype, kept) for kept in ("int8", "auto"))  # type: ignore[arg-type]
+    found, plain = (block_bytes(config, LAYERS, 16, dtype, kept) for kept in ("int8", "auto"))
     assert pool._memory.nbytes == BLOCKS * found
     assert found * 2 * head_dim == plain * (head_dim + 2)

@@ -67,6 +67,6 @@ def messages() -> Any:
     def make(union: Any) -> list[tuple[type[msgspec.Struct], st.SearchStrategy[Any]]]:
         kind = inspect.type_info(union)
         assert isinstance(kind, inspect.UnionType)
-        return [(each.cls, _strategy(each)) for each in kind.types]  # type: ignore[attr-defined]
+        return [(each.cls, _strategy(each)) for each in kind.types]
 
     return make

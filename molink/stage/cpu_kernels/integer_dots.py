@@ -84,7 +84,7 @@ def has_wide_codes(form: BlockFormat) -> bool:
 def codebook_step(form: BlockFormat) -> float:
     """Value of 1 in the integers that stand for a codebook.
 
-    Values that are no multiples of a half are rounded to 16 bits.
+    Values that aren't multiples of 0.5 are rounded to 16 bits.
     """
     for step in (1.0, 0.5):
         if all((value / step).is_integer() for value in form.codebook):

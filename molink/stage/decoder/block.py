@@ -38,7 +38,7 @@ from molink.stage.weights.weight_reader import WeightReader
 class DecoderBlock:
     """Weights of one layer. ``scale`` multiplies outputs of mixer and MLP.
 
-    Without an ``mlp`` the mixer is all there is, between the first norm and the last.
+    Without an ``mlp``, only ``input_norm`` and ``post_mlp_norm`` surround the mixer.
     """
 
     scale: float
@@ -115,7 +115,7 @@ def load_block(
 def _load_parts(
     reader: WeightReader, config: ModelConfig, operators: RowOperators, layer: int, index: int
 ) -> tuple[Mixer, Mlp | None]:
-    """Load a layer's mixer, of which its MLP may be a part, and otherwise its MLP, if any."""
+    """Load a layer's mixer and MLP; the mixer contains a parallel MLP, or one by itself."""
     prefix, mixer = f"model.layers.{layer}.", None
     if layer not in (config.mlp_layers or ()):
         mixer = _load_mixer(reader, config, operators, layer, index)

@@ -1,7 +1,6 @@
 """A layer with the gated delta rule instead of attention (Qwen3-Next, Qwen3.5, OLMo Hybrid)."""
 
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -9,10 +8,9 @@ from torch.nn.functional import rms_norm, silu, softplus
 
 from molink.checkpoint.config import ModelConfig
 from molink.checkpoint.recurrent import DeltaRuleShape
-from molink.errors import InvariantError
 from molink.stage.decoder.causal_conv import CausalConv, load_conv
 from molink.stage.decoder.delta_rule import run_chunks, update_memories
-from molink.stage.decoder.mixer import ForwardContext, StateContext
+from molink.stage.decoder.mixer import ForwardContext, RecurrentMixer, StateContext
 from molink.stage.linear import Projection
 from molink.stage.linear.base import total_bytes
 from molink.stage.weights.weight_reader import WeightReader
@@ -22,17 +20,13 @@ _LENGTH_EPS = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
-class DeltaNet:
+class DeltaNet(RecurrentMixer):
     """Weights of such a layer; small ones are float32.
 
     ``rows`` projects to queries, keys, values and gates, ``rates`` to rates and decays.
     ``decays`` (negative) and ``decay_bias`` are ``[value_heads]``, ``norm_weight`` ``[value_dim]``.
     """
 
-    #: A step's states are gathered by numbers that the host knows.
-    capturable: ClassVar[bool] = False
-
-    index: int
     shape: DeltaRuleShape
     rows: Projection
     rates: Projection
@@ -45,12 +39,11 @@ class DeltaNet:
 
     def __call__(self, normed: Tensor, context: ForwardContext) -> Tensor:
         """See :class:`~molink.stage.decoder.mixer.Mixer`."""
-        if context.states is None:
-            raise InvariantError("a recurrent layer got no states")
+        states = context.require_states()
         mixed, gates = self._split_rows(self.rows(normed))
         rates, decays = self._split_rates(self.rates(normed))
-        mixed = silu(self.conv(mixed, context.states, self.index), inplace=True)
-        read = self._apply_rule(mixed, decays, rates, context.states)
+        mixed = silu(self.conv(mixed, states, self.index), inplace=True)
+        read = self._apply_rule(mixed, decays, rates, states)
         read = rms_norm(read, self.norm_weight.shape, self.norm_weight, self.norm_eps)
         read = read.mul_(silu(gates.float()))
         return self.output(read.flatten(1).to(normed.dtype))
@@ -60,10 +53,6 @@ class DeltaNet:
         large = (self.rows, self.rates, self.conv, self.output)
         small = total_bytes(self.decays, self.decay_bias, self.norm_weight)
         return sum(part.nbytes for part in large) + small
-
-    def with_index(self, index: int) -> "DeltaNet":
-        """See :class:`~molink.stage.decoder.mixer.Mixer`."""
-        return replace(self, index=index)
 
     def _split_rows(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Rows of channels ``[T, channels]``, and gates ``[T, value_heads, value_dim]``."""
@@ -120,7 +109,7 @@ def load_delta_net(
     prefix = f"model.layers.{layer}."
 
     def read(name: str) -> Tensor:
-        return reader.read_tensors(prefix + name, dtype=torch.float32)
+        return reader.read_tensors(f"{prefix}linear_attn.{name}", dtype=torch.float32)
 
     return DeltaNet(
         index=index,
@@ -130,11 +119,9 @@ def load_delta_net(
         conv=load_conv(
             reader, *(prefix + name for name in shape.convolutions), biased=shape.is_biased
         ),
-        decays=read("linear_attn.A")
-        if shape.has_decays
-        else read("linear_attn.A_log").exp_().neg_(),
-        decay_bias=read("linear_attn.dt_bias"),
-        norm_weight=read(f"{shape.norm_name}.weight"),
+        decays=read("A") if shape.has_decays else read("A_log").exp_().neg_(),
+        decay_bias=read("dt_bias"),
+        norm_weight=reader.read_tensors(f"{prefix}{shape.norm_name}.weight", dtype=torch.float32),
         norm_eps=config.norm_eps if shape.norm_eps is None else shape.norm_eps,
         output=reader.load_projection([prefix + shape.output_projection[0]], False),
     )

@@ -53,7 +53,7 @@ def _run_chunk(
     memory: Tensor, queries: Tensor, keys: Tensor, values: Tensor, decays: Tensor, rates: Tensor
 ) -> Tensor:
     """The same for a chunk whose tensors begin with heads, as the result does."""
-    total = decays.cumsum(-1)  # [H, T]: since the chunk's begin
+    total = decays.cumsum(-1)  # [H, T]: since the chunk's start
     faded = total.exp().unsqueeze(-1)
     between = fade_between(total)
     transposed = keys.transpose(-1, -2)

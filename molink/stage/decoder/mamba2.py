@@ -1,7 +1,6 @@
 """A Mamba-2 layer (arXiv 2405.21060) instead of attention, as in Granite 4."""
 
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -9,9 +8,8 @@ from torch.nn.functional import rms_norm, silu, softplus
 
 from molink.checkpoint.config import ModelConfig
 from molink.checkpoint.recurrent import Mamba2Shape
-from molink.errors import InvariantError
 from molink.stage.decoder.causal_conv import CausalConv, load_conv
-from molink.stage.decoder.mixer import ForwardContext, StateContext
+from molink.stage.decoder.mixer import ForwardContext, RecurrentMixer, StateContext
 from molink.stage.decoder.scaled import scale_outputs
 from molink.stage.decoder.state_scan import scan_chunks, update_states
 from molink.stage.linear import Projection
@@ -20,17 +18,13 @@ from molink.stage.weights.weight_reader import WeightReader
 
 
 @dataclass(frozen=True, slots=True)
-class Mamba2:
+class Mamba2(RecurrentMixer):
     """Weights of such a layer; small ones are float32.
 
     ``rows`` projects to gates, to values, keys and queries, and to steps. ``decays`` (negative),
     ``step_bias`` and ``skips`` are ``[heads]``, ``norm_weight``, if any, ``[heads * head_dim]``.
     """
 
-    #: A step's states are gathered by numbers that the host knows.
-    capturable: ClassVar[bool] = False
-
-    index: int
     shape: Mamba2Shape
     rows: Projection
     conv: CausalConv
@@ -43,13 +37,11 @@ class Mamba2:
 
     def __call__(self, normed: Tensor, context: ForwardContext) -> Tensor:
         """See :class:`~molink.stage.decoder.mixer.Mixer`."""
-        if context.states is None:
-            raise InvariantError("a recurrent layer got no states")
-        shape = self.shape
+        shape, states = self.shape, context.require_states()
         sizes = [shape.inner_size, shape.channels, shape.heads]
         gates, mixed, steps = torch.split(self.rows(normed), sizes, dim=1)
-        mixed = silu(self.conv(mixed, context.states, self.index), inplace=True)
-        read = self._scan(mixed, softplus(steps.float() + self.step_bias), context.states)
+        mixed = silu(self.conv(mixed, states, self.index), inplace=True)
+        read = self._scan(mixed, softplus(steps.float() + self.step_bias), states)
         read = read.flatten(1).mul_(silu(gates.float()))
         if self.norm_weight is not None:
             grouped = read.view(len(read), shape.groups, -1)
@@ -62,10 +54,6 @@ class Mamba2:
         large = (self.rows, self.conv, self.output)
         small = total_bytes(self.decays, self.step_bias, self.skips, self.norm_weight)
         return sum(part.nbytes for part in large) + small
-
-    def with_index(self, index: int) -> "Mamba2":
-        """See :class:`~molink.stage.decoder.mixer.Mixer`."""
-        return replace(self, index=index)
 
     def _scan(self, mixed: Tensor, steps: Tensor, states: StateContext) -> Tensor:
         """Apply convolved rows to the memories; returns ``[T, heads, head_dim]``.

@@ -1,12 +1,13 @@
-"""What mixes a layer's rows: attention, or a recurrent state."""
+"""A layer's mixer: the part in which rows depend on earlier ones, by attention or by a state."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor
 
+from molink.errors import InvariantError
 from molink.stage.attention.base import LayerAttention
 from molink.stage.kv_pool import KVPool
 from molink.stage.linear import AdapterRows
@@ -56,8 +57,7 @@ class ForwardContext:
 
     ``slots`` (int64 ``[T]``) are the rows' KV slots; ``angles`` are their rotations ``[T, 1, 2,
     rotary_dim]`` for each of the model's ropes, and behind them queries' factors ``[T, 1, 1]``, if
-    any. ``states`` are those of recurrent layers,
-    ``adapters`` the adapters that rows have.
+    any. ``states`` are those of recurrent layers, ``adapters`` the adapters that rows have.
     """
 
     pool: KVPool
@@ -66,6 +66,16 @@ class ForwardContext:
     attention: LayerAttention
     states: StateContext | None = None
     adapters: AdapterRows | None = None
+
+    def require_states(self) -> StateContext:
+        """The states of recurrent layers.
+
+        Raises:
+            InvariantError: the forward has none.
+        """
+        if self.states is None:
+            raise InvariantError("a recurrent layer got no states")
+        return self.states
 
 
 class Mixer(Protocol):
@@ -85,3 +95,17 @@ class Mixer(Protocol):
 
     def with_index(self, index: int) -> "Mixer":
         """The same weights as layer ``index`` of the KV pool, or of the pool of states."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentMixer:
+    """A mixer that keeps a state of each request, as layer ``index`` of the pool of states."""
+
+    #: A step's states are gathered by numbers that the host knows.
+    capturable: ClassVar[bool] = False
+
+    index: int
+
+    def with_index(self, index: int) -> Self:
+        """See :class:`Mixer`."""
+        return replace(self, index=index)

@@ -1,6 +1,6 @@
 """Factors of queries that grow with the position, so that scores stay sharp in long contexts.
 
-As in Ministral 3, and in Llama 4, which began it.
+Llama 4 introduced them, and Ministral 3 has them.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ _INITIAL_POSITIONS = 1024
 class QueryScales:
     """Factors of rows' queries, ``[T, 1, 1]`` in the compute type, from a table of positions.
 
-    It stands behind the ropes, and is used as they are.
+    It follows the ropes in a stage's list of them and has their methods.
     """
 
     #: Factors of all positions are in tables; see :attr:`.Rope.table_positions`.

@@ -32,7 +32,7 @@ def scale_outputs(
 ) -> Projection:
     """Give each of the consecutive groups of ``sizes`` outputs its factor.
 
-    ``reader`` tells their type and device.
+    The factors have the type and device of ``reader``.
     """
     if all(factor == 1.0 for factor in factors):
         return base

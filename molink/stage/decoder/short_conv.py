@@ -1,45 +1,33 @@
 """A layer with a gated convolution of few rows instead of attention (LFM2)."""
 
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from molink.checkpoint.recurrent import ShortConvShape
-from molink.errors import InvariantError
 from molink.stage.decoder.causal_conv import CausalConv, load_conv
-from molink.stage.decoder.mixer import ForwardContext
+from molink.stage.decoder.mixer import ForwardContext, RecurrentMixer
 from molink.stage.linear import Projection
 from molink.stage.weights.weight_reader import WeightReader
 
 
 @dataclass(frozen=True, slots=True)
-class ShortConv:
+class ShortConv(RecurrentMixer):
     """Weights of such a layer; ``rows`` projects to both gates and to what is convolved."""
 
-    #: A step's states are gathered by numbers that the host knows.
-    capturable: ClassVar[bool] = False
-
-    index: int
     rows: Projection
     conv: CausalConv
     output: Projection
 
     def __call__(self, normed: Tensor, context: ForwardContext) -> Tensor:
         """See :class:`~molink.stage.decoder.mixer.Mixer`."""
-        if context.states is None:
-            raise InvariantError("a recurrent layer got no states")
         before, after, rows = self.rows(normed).chunk(3, dim=1)
-        convolved = self.conv(before * rows, context.states, self.index)
+        convolved = self.conv(before * rows, context.require_states(), self.index)
         return self.output(after * convolved.to(normed.dtype))
 
     @property
     def nbytes(self) -> int:
         return self.rows.nbytes + self.conv.nbytes + self.output.nbytes
-
-    def with_index(self, index: int) -> "ShortConv":
-        """See :class:`~molink.stage.decoder.mixer.Mixer`."""
-        return replace(self, index=index)
 
 
 def load_short_conv(

@@ -49,7 +49,7 @@ def _scan_chunk(
     memory: Tensor, queries: Tensor, keys: Tensor, values: Tensor, decays: Tensor
 ) -> Tensor:
     """The same for a chunk whose tensors begin with heads, as the result does."""
-    total = decays.cumsum(-1)  # [H, T]: since the chunk's begin
+    total = decays.cumsum(-1)  # [H, T]: since the chunk's start
     read = torch.matmul(queries * total.exp().unsqueeze(-1), memory)
     between = fade_between(total)
     read += torch.matmul(torch.matmul(queries, keys.transpose(-1, -2)).mul_(between), values)

@@ -82,7 +82,7 @@ class TrialShapes:
                 sorted({rope.rotary_dim(config.head_dim) for rope in config.rope_configs})
             ),
             eps=config.norm_eps,
-            # Kernels have gates only.
+            # Kernels only compute gated activations.
             activations=(config.activation if config.is_gated else "silu",),
             attention=AttentionShape(
                 attention.kv_heads,

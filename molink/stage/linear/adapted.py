@@ -44,7 +44,7 @@ class LowRankUpdate:
 class AdaptedLinear:
     """A projection with the ``updates`` of each adapter that changes it, by its number.
 
-    Called as any projection it is the ``base``.
+    Called as any projection, it gives only outputs of the ``base``; see :func:`apply_projection`.
     """
 
     base: Projection

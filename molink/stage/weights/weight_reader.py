@@ -189,7 +189,7 @@ class WeightReader:
     def _load_update(
         self, names: Sequence[str], adapter: Adapter, number: int
     ) -> LowRankUpdate | None:
-        """What an adapter adds to the outputs of merged projections; nothing to ends of a model."""
+        """What an adapter adds to merged projections; ``None`` if nothing, as to an output head."""
         downs, ups, first = [], [], 0
         for name in names:
             if not name.startswith("model.layers."):
