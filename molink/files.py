@@ -1,9 +1,11 @@
 """Differences between file systems, and names that are safe on all of them."""
 
 import re
+import shutil
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -40,6 +42,23 @@ def retry_while_busy(act: Callable[[], T], seconds: float = 2.0) -> T:
             if not _IS_WINDOWS or time.monotonic() >= deadline:
                 raise
             time.sleep(_PAUSE_S)
+
+
+@contextmanager
+def write_folder_aside(target: Path) -> Iterator[Path]:
+    """Give an empty folder to fill; it becomes ``target`` unless that fails, and leaves nothing.
+
+    Raises:
+        OSError: a folder can't be created, renamed or replaced.
+    """
+    draft = target.with_name(f".{target.name}.part")
+    try:
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir(parents=True)
+        yield draft
+        retry_while_busy(lambda: draft.rename(target))
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
 
 
 def make_plain_name(text: str, otherwise: str) -> str:

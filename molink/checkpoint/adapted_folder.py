@@ -5,9 +5,7 @@ the folder is like any other. Everything is checked before the first write.
 """
 
 import hashlib
-import json
 import shutil
-import struct
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -18,16 +16,16 @@ from molink.checkpoint.adapters import (
     check_adapter_names,
     encode_adapters,
 )
+from molink.checkpoint.config_fields import describe_version
 from molink.checkpoint.disk_space import OTHER_HOME_HINT, check_free_space
 from molink.checkpoint.model_folder import INDEX_FILE, METADATA_FILES, ModelFolder
 from molink.checkpoint.peft_adapter import CONFIG_FILE, WEIGHTS_FILE, PeftAdapter
-from molink.checkpoint.safetensors_header import MAX_HEADER_BYTES, TensorSpan
+from molink.checkpoint.safetensors_header import TensorSpan, encode_header
 from molink.errors import BrokenModel, ModelError, UsageError
-from molink.files import make_plain_name, retry_while_busy
+from molink.files import make_plain_name, write_folder_aside
 
 #: Rises with every change of the folder's layout.
 _LAYOUT_VERSION = 1
-_ALIGNMENT = 8
 #: Bytes read and checked at once; a multiple of all element sizes.
 _READ_BYTES = 1 << 22
 #: Exponent bits, which are all ones in NaN and infinity, of a little-endian element.
@@ -54,22 +52,17 @@ def adapt_model(model: str, path: Path, adapters: Mapping[str, Path], into: Path
     target = into / f"{make_plain_name(model, 'model')}.adapted-{_files_key(path, adapters)}"
     if target.is_dir():
         return target
-    partial = into / f".{target.name}.part"
     try:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        _write_adapters(partial, opened)
-        _link_model(base, partial)
-        retry_while_busy(lambda: partial.rename(target))
+        with write_folder_aside(target) as partial:
+            _write_adapters(partial, opened)
+            _link_model(base, partial)
     except OSError as error:
         raise ModelError(f"{model} can't be combined with adapters in {into}: {error}") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     return target
 
 
 def _model_files(path: Path) -> list[Path]:
-    """What a model folder has for molink."""
+    """The files of a model folder that molink reads."""
     named = (path / name for name in (*METADATA_FILES, INDEX_FILE))
     return [*(file for file in named if file.is_file()), *sorted(path.glob("*.safetensors"))]
 
@@ -83,11 +76,7 @@ def _files_key(path: Path, adapters: Mapping[str, Path]) -> str:
     }
     for name, files in folders.items():
         for file in files:
-            try:
-                found = file.stat()
-            except OSError as error:
-                raise BrokenModel(f"{file}: can't be read: {error.strerror or error}") from error
-            about.append(f"{name} {file.absolute()} {found.st_size} {found.st_mtime_ns}")
+            about.append(f"{name} {file.absolute()} {describe_version(file)}")
     return hashlib.sha256("\n".join(about).encode("utf-8", "replace")).hexdigest()[:16]
 
 
@@ -112,25 +101,11 @@ def _write_adapters(folder: Path, opened: list[PeftAdapter]) -> None:
     total = sum(span.nbytes for _, span in matrices.values())
     check_free_space(folder, total, "a set of adapters", OTHER_HOME_HINT)
     with (folder / ADAPTER_TENSORS_FILE).open("wb") as target:
-        target.write(_build_header({name: span for name, (_, span) in matrices.items()}))
+        target.write(encode_header({name: span for name, (_, span) in matrices.items()}))
         for file, span in matrices.values():
             for data in _read_finite(file, span):
                 target.write(data)
     (folder / ADAPTERS_FILE).write_bytes(encode_adapters([one.adapter for one in opened]))
-
-
-def _build_header(spans: Mapping[str, TensorSpan]) -> bytes:
-    entries: dict[str, object] = {}
-    end = 0
-    for name, span in spans.items():
-        offsets = [end, end + span.nbytes]
-        entries[name] = {"dtype": span.dtype, "shape": list(span.shape), "data_offsets": offsets}
-        end += span.nbytes
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % _ALIGNMENT)
-    if len(text) > MAX_HEADER_BYTES:
-        raise UsageError(f"adapters with {len(spans)} tensors are too large: name fewer")
-    return struct.pack("<Q", len(text)) + text
 
 
 def _read_finite(file: Path, span: TensorSpan) -> Iterator[bytes]:

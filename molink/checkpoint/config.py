@@ -22,7 +22,7 @@ from molink.facts.model import Quantize
 #: Supported compute types of weights, by their Hugging Face name.
 
 _DTYPES: dict[str, WeightDType] = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
-#: What configs call the number that keeps norms finite.
+#: Names of the number that keeps norms finite.
 _NORM_EPS = ("rms_norm_eps", "norm_eps", "layer_norm_eps", "layer_norm_epsilon")
 #: Larger extents mean a damaged config; the limits also bound allocations.
 _MAX_LAYERS = 4096
@@ -128,7 +128,7 @@ def _build_config(
 
 
 def _parse_norm_eps(fields: ConfigFields) -> float:
-    """What norms add to a mean square or variance."""
+    """The number that norms add to a mean square or variance."""
     name = next((one for one in _NORM_EPS if fields.get_value(one) is not None), _NORM_EPS[0])
     eps = fields.get_number(name, 1e-6)
     if eps < 0:
@@ -139,14 +139,13 @@ def _parse_norm_eps(fields: ConfigFields) -> float:
 def _parse_intermediate_size(fields: ConfigFields) -> int:
     """Width of plain MLPs.
 
-    LFM2 says of which another is derived, a multiple of a block; Granite 4 without experts has only
-    shared ones.
+    LFM2 may state a width from which it derives the real one, a multiple of a block. Granite 4
+    without experts has only the shared one.
     """
     if fields.get_value("num_local_experts") == 0:
         return fields.get_integer("shared_intermediate_size", 1024, _MAX_INTERMEDIATE)
-    size = fields.get_integer(
-        "block_ff_dim", fields.get_integer("intermediate_size", maximum=_MAX_INTERMEDIATE)
-    )
+    name = "intermediate_size" if fields.get_value("block_ff_dim") is None else "block_ff_dim"
+    size = fields.get_integer(name, maximum=_MAX_INTERMEDIATE)
     if not fields.get_boolean("block_auto_adjust_ff_dim", False):
         return size
     block = fields.get_integer("block_multiple_of", 256, _MAX_INTERMEDIATE)

@@ -32,6 +32,19 @@ def read_bytes(path: Path) -> bytes:
     return data
 
 
+def describe_version(path: Path) -> str:
+    """Size and time of a file, which change with its content.
+
+    Raises:
+        BrokenModel: the file is missing or inaccessible.
+    """
+    try:
+        found = path.stat()
+    except OSError as error:
+        raise BrokenModel(f"{path}: can't be read: {error.strerror or error}") from error
+    return f"{found.st_size} {found.st_mtime_ns}"
+
+
 def refuse_irregular(path: Path) -> None:
     """Refuse pipes and devices, which could block forever; links are followed.
 

@@ -36,7 +36,7 @@ STORAGE_CONFIGS: dict[str, dict[str, Any]] = {
 }
 #: Those of GGUF files.
 GGUF_FORMATS = ("mxfp4-gguf", "q4_k_m", "q8_0")
-#: What llama-quantize takes for rows that are not whole blocks of 256.
+#: Types that llama-quantize takes if a row is no multiple of 256.
 _FALLBACKS = {"q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0"}
 #: Projections of which llama-quantize gives more bits to half of the layers.
 _LARGER_SUFFIXES = (
@@ -45,7 +45,7 @@ _LARGER_SUFFIXES = (
     "w2.weight",
     "self_attn.v_proj.weight",
 )
-#: Layers of a model of so many are one of 70 billion parameters, whose values get 5 bits.
+#: llama-quantize takes a model of 80 layers for one of 70 billion parameters: 5 bits for values.
 _SEVENTY_BILLION_LAYERS = 80
 
 
@@ -173,7 +173,7 @@ def _gguf_tensor(
 
 
 def _choose_q4_k_m(name: str, config: ModelConfig, *, more_bits: bool) -> GgmlType:
-    """Type of a matrix in Q4_K_M: six bits for what matters most, in half of the layers."""
+    """Type of a matrix in Q4_K_M: six bits for some projections, in half of the layers."""
     output = EMBEDDING_NAME if config.tied_embeddings else OUTPUT_HEAD_NAME
     few_heads = config.heads == 8 * config.kv_heads
     if name == output:

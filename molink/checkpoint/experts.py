@@ -50,12 +50,12 @@ class ExpertsConfig(Routing):
     Layers in ``dense_layers`` have a plain MLP. ``module``, ``gate``, ``correction``, ``gate_up``,
     ``down``, ``shared`` and ``shared_gate`` are parts of tensor names; ``gate_up`` may be one name
     for both. Corrections have ``correction_dims`` dimensions, of which the last counts experts.
-    With ``has_bias`` all projections have biases, including the router. Unless experts are
-    ``is_gated``, ``gate_up`` is the up projection alone. With ``has_wide_router``
-    it computes in float32: 16 bits don't tell close scores apart. A shared expert of
-    ``shared_intermediate_size`` (0 = none; several count as one) processes all rows; with
-    ``shared_gate`` it is weighted by a gate of its own. ``shared_names`` are whole names of its
-    projections, if they don't follow from the others.
+    With ``has_bias`` all projections have biases, including the router. With ``has_wide_router``
+    the router computes in float32: 16 bits don't tell close scores apart. Unless ``is_gated``,
+    ``gate_up`` is the up projection alone. A shared expert of ``shared_intermediate_size`` (0 =
+    none; several count as one) processes all rows; with ``shared_gate`` it is weighted by a gate of
+    its own. ``shared_names`` are whole names of its projections, if they don't follow from the
+    others.
     """
 
     intermediate_size: int
@@ -121,7 +121,7 @@ def granite_experts(fields: ConfigFields, layers: int) -> ExpertsConfig:
 
 
 def granite_hybrid_experts(fields: ConfigFields, layers: int) -> ExpertsConfig | None:
-    """Granite 4: as before beside a shared expert; ``None`` if there is only that one."""
+    """Granite 4: the same beside a shared expert; ``None`` if that is the only one."""
     if not fields.get_count("num_local_experts", 8):
         return None
     is_split = fields.get_boolean("split_shared_mlp", False)

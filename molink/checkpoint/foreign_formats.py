@@ -200,14 +200,14 @@ def refuse_unknown_tensors(
 _DRAFT_PREFIXES = tuple(
     f"model.mtp_{part}." for part in ("block", "emb_norm", "hidden_norm", "linear_proj")
 )
-#: Qwen's, whose configs need not say that there are some.
-_UNTOLD_DRAFTS = "mtp."
+#: Qwen's; its configs need not mention them.
+_QWEN_DRAFTS = "mtp."
 
 
 def _unread_prefixes(config: ModelConfig, tensors: Mapping[str, TensorSpan]) -> tuple[str, ...]:
     """Prefixes of layers for multi-token prediction, which project embedding and row to a row."""
     if not config.unread_layers:
-        return (_UNTOLD_DRAFTS,)
+        return (_QWEN_DRAFTS,)
     layers = range(config.layers, config.layers + config.unread_layers)
     behind = {f"model.layers.{layer}.": f"model.layers.{layer}.eh_proj." for layer in layers}
     found = (
@@ -215,7 +215,7 @@ def _unread_prefixes(config: ModelConfig, tensors: Mapping[str, TensorSpan]) -> 
         for prefix, projection in behind.items()
         if any(name.startswith(projection) for name in tensors)
     )
-    return (_UNTOLD_DRAFTS, *_DRAFT_PREFIXES, *found)
+    return (_QWEN_DRAFTS, *_DRAFT_PREFIXES, *found)
 
 
 def _expected_names(

@@ -7,7 +7,6 @@ file. Everything is checked before the first write.
 import hashlib
 import json
 import mmap
-import shutil
 import struct
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,15 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from molink.checkpoint.config import ModelConfig
+from molink.checkpoint.config_fields import describe_version
 from molink.checkpoint.disk_space import OTHER_HOME_HINT, check_free_space
 from molink.checkpoint.hub import ByteCounter
 from molink.checkpoint.model_names import GGUF_SUFFIX
 from molink.checkpoint.model_task import EMBEDDING_FILES
 from molink.checkpoint.prequantized import required_tensors
-from molink.checkpoint.safetensors_header import MAX_HEADER_BYTES
+from molink.checkpoint.safetensors_header import encode_header
 from molink.checkpoint.tensor_layout import stage_tensors
 from molink.errors import BrokenModel, ModelError, Unavailable
-from molink.files import make_plain_name, retry_while_busy
+from molink.files import make_plain_name, write_folder_aside
 from molink.gguf.architecture import build_config, is_embedding_model, read_vocab_size
 from molink.gguf.gguf_file import (
     GgufFile,
@@ -42,7 +42,6 @@ from molink.gguf.tokenizer_files import TokenizerFiles, build_tokenizer_files
 _LAYOUT_VERSION = 4
 #: Bytes of one write.
 _WRITE_BYTES = 1 << 22
-_ALIGNMENT = 8
 
 
 def find_gguf(folder: Path) -> Path | None:
@@ -89,14 +88,10 @@ def import_gguf(path: Path, into: Path, counter: ByteCounter, stop: threading.Ev
     )
     if target.is_dir():
         return target
-    partial = into / f".{target.name}.part"
     try:
-        _write_folder(path, partial, counter, stop)
-        retry_while_busy(lambda: partial.rename(target))
+        _write_folder(path, target, counter, stop)
     except OSError as error:
         raise ModelError(f"{path} can't be unpacked into {target}: {error}") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     return target
 
 
@@ -104,38 +99,35 @@ def _files_key(parts: Sequence[Path]) -> str:
     """A key that changes with any of the files."""
     about = [str(_LAYOUT_VERSION)]
     for path in parts:
-        try:
-            found = path.stat()
-        except OSError as error:
-            raise BrokenModel(f"{path}: can't be read: {error.strerror or error}") from error
-        about.append(f"{path.resolve()} {found.st_size} {found.st_mtime_ns}")
+        about.append(f"{path.resolve()} {describe_version(path)}")
     return hashlib.sha256(" ".join(about).encode()).hexdigest()[:16]
 
 
-def _write_folder(path: Path, partial: Path, counter: ByteCounter, stop: threading.Event) -> None:
+def _write_folder(path: Path, target: Path, counter: ByteCounter, stop: threading.Event) -> None:
     file = read_split_gguf(path)
     embeds = is_embedding_model(file.metadata)
     tokens = build_tokenizer_files(file.metadata, read_vocab_size(file), embeds=embeds)
     config = build_config(file, lambda tensor: _read_numbers(file, tensor), tokens.eos_ids)
     sampling = read_sampling_defaults(file.metadata)
     found = _check_tensors(file, config)
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    _write_metadata(partial, config, tokens, sampling)
-    if embeds:
-        _write_files(partial, EMBEDDING_FILES)
-    total = sum(entry.nbytes for entry in found)
-    check_free_space(partial.parent, total, path.name, OTHER_HOME_HINT)
-    counter.total += total
-    with (partial / "model.safetensors").open("wb") as target, ExitStack() as opened:
+    header = encode_header({entry.name: entry for entry in found})
+    with ExitStack() as opened:
+        partial = opened.enter_context(write_folder_aside(target))
+        _write_metadata(partial, config, tokens, sampling)
+        if embeds:
+            _write_files(partial, EMBEDDING_FILES)
+        total = sum(entry.nbytes for entry in found)
+        check_free_space(partial.parent, total, path.name, OTHER_HOME_HINT)
+        counter.total += total
         data = [opened.enter_context(_map_file(part)) for part in file.split_paths]
-        target.write(_build_header(found))
-        for entry in found:
-            for part in _read_bytes(entry, data):
-                if stop.is_set():
-                    raise Unavailable(f"unpacking of {path.name} was interrupted")
-                target.write(part)
-                counter.add_bytes(len(part))
+        with (partial / "model.safetensors").open("wb") as made:
+            made.write(header)
+            for entry in found:
+                for part in _read_bytes(entry, data):
+                    if stop.is_set():
+                        raise Unavailable(f"unpacking of {path.name} was interrupted")
+                    made.write(part)
+                    counter.add_bytes(len(part))
 
 
 @contextmanager
@@ -190,24 +182,6 @@ def _write_files(partial: Path, contents: Mapping[str, Any]) -> None:
     for name, content in contents.items():
         (partial / name).parent.mkdir(exist_ok=True)
         (partial / name).write_text(json.dumps(content, indent=1), encoding="utf-8")
-
-
-def _build_header(found: list[MappedTensor]) -> bytes:
-    entries: dict[str, Any] = {}
-    end = 0
-    for entry in found:
-        offsets = [end, end + entry.nbytes]
-        entries[entry.name] = {
-            "dtype": entry.dtype,
-            "shape": list(entry.shape),
-            "data_offsets": offsets,
-        }
-        end += entry.nbytes
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % _ALIGNMENT)
-    if len(text) > MAX_HEADER_BYTES:
-        raise BrokenModel(f"a model of {len(found)} tensors is too large for one file")
-    return struct.pack("<Q", len(text)) + text
 
 
 def _read_bytes(entry: MappedTensor, files: Sequence[mmap.mmap]) -> Iterator[bytes]:

@@ -72,7 +72,7 @@ class CatalogEntry:
     is_default: bool
 
     def parse_config(self) -> ModelConfig:
-        """The model's config, as far as the catalog describes it.
+        """The part of the model's config that the catalog describes.
 
         Raises:
             ModelError: the catalog describes a model that molink does not serve.

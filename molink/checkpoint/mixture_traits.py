@@ -115,7 +115,7 @@ def nemotron_h(fields: ConfigFields, layers: int) -> FamilyTraits:
         recurrent=parse_nemotron_mamba2(fields) if recurrent else None,
         recurrent_layers=recurrent,
         mlp_layers=having("mlp", "moe"),
-        # As in transformers, whatever tie_word_embeddings says.
+        # As in transformers, which ignores tie_word_embeddings.
         tied_embeddings=False,
     )
 
@@ -300,7 +300,7 @@ def mistral4(fields: ConfigFields, layers: int) -> FamilyTraits:
 def _latent_traits(
     fields: ConfigFields, layers: int, *, states_rotated: bool = False
 ) -> FamilyTraits:
-    """Traits of latent attention; configs with ``states_rotated`` tell the rotated part."""
+    """Traits of latent attention; with ``states_rotated`` the config states the rotated part."""
     refuse_windows(fields)
     latent = LatentShape(
         rank=fields.get_integer("kv_lora_rank", 512, _MAX_LATENT),

@@ -25,7 +25,7 @@ TEXT_MODELS = {
 }
 #: The same where the config has no ``text_config``: the fields are the text model's.
 FLAT_MODELS = {"Phi4MMForCausalLM": "phi3", "Phi4MultimodalForCausalLM": "phi3"}
-#: What absent fields of text models are, unlike elsewhere.
+#: Defaults of absent fields of text models, where they differ from the family's.
 _TEXT_DEFAULTS = {
     name: {"rms_norm_eps": 1e-5}
     for name in ("Idefics3ForConditionalGeneration", "SmolVLMForConditionalGeneration")
@@ -54,7 +54,7 @@ _TEXT_PREFIXES = {
     "model.embedding_norm.": "model.norm.",
     "model.final_layernorm.": "model.norm.",
 }
-#: Nemotron's layers, whatever they are, and what their tensors tell.
+#: Nemotron's layers, all called alike, and the module that a tensor's name implies.
 _MIXER_NAME = re.compile(r"(model\.layers\.\d+)\.mixer\.((\w+)(?:\..+)?)")
 _MIXER_MODULES = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "o_proj"), "self_attn"),
@@ -77,7 +77,7 @@ _VISION_PREFIXES = tuple(
         "embed_tokens_extend",
     )
 )
-#: Phi-4-multimodal as released: adapters of what sees and hears, and what they are beside.
+#: Phi-4-multimodal as released: adapters for images and speech, and the weights that they adapt.
 _INNER_ADAPTER = re.compile(r".+\.lora_[AB]\.(?:vision|speech)\.weight")
 _ADAPTED_LAYER = ".base_layer."
 

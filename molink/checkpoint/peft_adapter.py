@@ -140,7 +140,7 @@ class _Factors:
             ranks={key: of_ranks.get_integer(key, None, MAX_RANK) for key in ranks},
             alphas={key: of_alphas.get_number(key) for key in alphas},
             is_stabilized=fields.get_boolean("use_rslora", False),
-            targets=_read_targets(fields, raw.get("target_modules")),
+            targets=_read_targets(fields),
         )
 
     def find_factors(self, projection: str) -> tuple[int, float]:
@@ -153,9 +153,11 @@ class _Factors:
         return rank, scale
 
 
-def _read_targets(fields: ConfigFields, found: object) -> tuple[str, ...]:
+def _read_targets(fields: ConfigFields) -> tuple[str, ...]:
     """Listed modules; none for a regular expression or ``all-linear``."""
-    targets = () if isinstance(found, str) else fields.get_strings("target_modules") or ()
+    if isinstance(fields.get_value("target_modules"), str):
+        return ()
+    targets = fields.get_strings("target_modules") or ()
     if len(targets) > _MAX_TARGETS:
         raise BrokenModel(f"{fields.where}: target_modules has {len(targets)} entries")
     return targets

@@ -55,7 +55,7 @@ def model_facts(
         recurrent_layers=tuple(sorted(config.recurrent_layers)),
         mlp_layers=tuple(sorted(config.mlp_layers or ())),
         parallel_states=config.parallel_states,
-        state_bytes=_state_elements(config) * DTYPE_SIZES["f32"],
+        state_bytes=config.state_elements * DTYPE_SIZES["f32"],
         max_model_len=config.max_model_len,
         element_bytes=size,
         projection_bytes=max(_count_elements(shapes) for shapes in projections) * size,
@@ -73,11 +73,6 @@ def model_facts(
         tied=config.tied_embeddings,
         quantized=config.quantized,
     )
-
-
-def _state_elements(config: ModelConfig) -> int:
-    """Elements of a request's state in a recurrent layer."""
-    return 0 if config.recurrent is None else config.recurrent.state_elements
 
 
 def _narrow_weights(

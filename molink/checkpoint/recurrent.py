@@ -1,7 +1,7 @@
 """Layers that keep a recurrent state of each request instead of keys and values."""
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf, prod
 
 from molink.checkpoint.config_fields import ConfigFields
@@ -10,6 +10,11 @@ from molink.errors import BrokenModel, UnsupportedModel
 _FULL = "full_attention"
 #: As configs of Granite call them.
 _OLD_KINDS = {"attention": _FULL, "mamba": "linear_attention"}
+#: Nemotron's kinds of layers: its letters, and other spellings in lists.
+_NEMOTRON_LETTERS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
+_NEMOTRON_KINDS = {"linear_attention": "mamba", _FULL: "attention"}
+#: Name of the list of layers' kinds.
+_LAYER_TYPES = "layer_types"
 #: Limits for damaged configs.
 _MAX_HEADS = 1024
 _MAX_DIM = 1024
@@ -29,15 +34,23 @@ class RecurrentShape(ABC):
     #: Whether projections have biases.
     is_biased: bool
 
+    #: Rows that the convolution takes.
+    conv_width: int
+
     @property
     @abstractmethod
+    def channels(self) -> int:
+        """Channels of the convolution."""
+
+    @property
     def conv_shape(self) -> tuple[int, int]:
         """Rows that the convolution still needs, and its channels."""
+        return self.conv_width - 1, self.channels
 
     @property
     @abstractmethod
     def memory_shape(self) -> tuple[int, ...]:
-        """Shape of what else is kept of a request."""
+        """Shape of a request's remaining state."""
 
     @property
     @abstractmethod
@@ -45,9 +58,9 @@ class RecurrentShape(ABC):
         """Projections of a row that are merged into one, and their outputs."""
 
     @property
-    @abstractmethod
     def rate_projections(self) -> dict[str, int]:
         """Likewise to numbers in which errors add up over rows; never quantized."""
+        return {}
 
     @property
     @abstractmethod
@@ -123,11 +136,6 @@ class DeltaRuleShape(RecurrentShape):
         return 2 * self.keys_size + self.values_size
 
     @property
-    def conv_shape(self) -> tuple[int, int]:
-        """See :class:`RecurrentShape`."""
-        return self.conv_width - 1, self.channels
-
-    @property
     def memory_shape(self) -> tuple[int, ...]:
         """Sums of keys times values."""
         return self.value_heads, self.key_dim, self.value_dim
@@ -187,7 +195,7 @@ class DeltaRuleShape(RecurrentShape):
 
     @property
     def norm_name(self) -> str:
-        """Name of the norm of what is read."""
+        """Name of the norm of rows read from the state."""
         return f"linear_attn.{'o_norm' if self.has_own_names else 'norm'}"
 
     @property
@@ -214,11 +222,6 @@ class ShortConvShape(RecurrentShape):
     is_biased: bool = False
 
     @property
-    def conv_shape(self) -> tuple[int, int]:
-        """See :class:`RecurrentShape`."""
-        return self.conv_width - 1, self.channels
-
-    @property
     def memory_shape(self) -> tuple[int, ...]:
         """Nothing."""
         return (0,)
@@ -227,11 +230,6 @@ class ShortConvShape(RecurrentShape):
     def projections(self) -> dict[str, int]:
         """The gate before, the gate after, and what is convolved."""
         return {"conv.in_proj": 3 * self.channels}
-
-    @property
-    def rate_projections(self) -> dict[str, int]:
-        """None."""
-        return {}
 
     @property
     def output_projection(self) -> tuple[str, int]:
@@ -288,24 +286,14 @@ class Mamba2Shape(RecurrentShape):
         return self.inner_size + 2 * self.groups * self.state_size
 
     @property
-    def conv_shape(self) -> tuple[int, int]:
-        """See :class:`RecurrentShape`."""
-        return self.conv_width - 1, self.channels
-
-    @property
     def memory_shape(self) -> tuple[int, ...]:
         """Sums of keys times values."""
         return self.heads, self.state_size, self.head_dim
 
     @property
     def projections(self) -> dict[str, int]:
-        """Gates, channels and steps."""
+        """Gates, channels and steps, which have no projection of their own."""
         return {"mamba.in_proj": self.inner_size + self.channels + self.heads}
-
-    @property
-    def rate_projections(self) -> dict[str, int]:
-        """None: the steps are part of the projection."""
-        return {}
 
     @property
     def output_projection(self) -> tuple[str, int]:
@@ -314,7 +302,7 @@ class Mamba2Shape(RecurrentShape):
 
     @property
     def small_tensors(self) -> dict[str, tuple[int, ...]]:
-        """The convolution, logarithms of decays, what skips the state, biases of steps, a norm."""
+        """The convolution, logarithms of decays, weights of the skip, biases of steps, a norm."""
         shapes: dict[str, tuple[int, ...]] = {
             "mamba.conv1d.weight": (self.channels, 1, self.conv_width),
         }
@@ -409,26 +397,7 @@ def parse_mamba2(fields: ConfigFields) -> Mamba2Shape:
         UnsupportedModel: steps have limits.
         BrokenModel: a field is missing or invalid.
     """
-    heads = fields.get_integer("mamba_n_heads", 128, _MAX_HEADS)
-    inner = fields.get_integer("mamba_expand", 2, _MAX_DIM) * fields.get_integer("hidden_size")
-    is_derived = fields.get_value("mamba_d_head") in (None, "auto")
-    shape = Mamba2Shape(
-        heads=heads,
-        head_dim=max(1, inner // heads) if is_derived else fields.get_integer("mamba_d_head"),
-        groups=fields.get_integer("mamba_n_groups", 1, _MAX_HEADS),
-        state_size=fields.get_integer("mamba_d_state", 256, _MAX_DIM),
-        conv_width=fields.get_integer("mamba_d_conv", 4, _MAX_WIDTH),
-        has_conv_bias=fields.get_boolean("mamba_conv_bias", True),
-        has_decays=fields.get_boolean("mamba_plain_decays", False),
-        is_biased=fields.get_boolean("mamba_proj_bias", False),
-    )
-    if shape.inner_size != inner:
-        raise BrokenModel(
-            f"{fields.where}: mamba_n_heads {heads} of mamba_d_head {shape.head_dim} are not "
-            f"mamba_expand times hidden_size, {inner}"
-        )
-    _check_groups(shape, fields, "mamba_n_heads", "mamba_n_groups")
-    return shape
+    return _parse_sized_mamba2(fields, _expanded_size(fields), "mamba_expand times hidden_size")
 
 
 def parse_nemotron_mamba2(fields: ConfigFields) -> Mamba2Shape:
@@ -449,35 +418,42 @@ def parse_nemotron_mamba2(fields: ConfigFields) -> Mamba2Shape:
 
 def parse_falcon_mamba2(fields: ConfigFields) -> Mamba2Shape:
     """The same of Falcon-H1; raises as :func:`parse_mamba2`."""
-    heads = fields.get_integer("mamba_n_heads", 128, _MAX_HEADS)
-    inner = fields.get_optional_integer("mamba_d_ssm", 1024)
+    inner, stated = fields.get_optional_integer("mamba_d_ssm", 1024), "mamba_d_ssm"
     if inner is None:
-        inner = fields.get_integer("mamba_expand", 2, _MAX_DIM) * fields.get_integer("hidden_size")
-    head_dim = max(1, inner // heads)
-    if fields.get_value("mamba_d_head") not in (None, "auto"):
-        head_dim = fields.get_integer("mamba_d_head", maximum=_MAX_DIM)
+        inner, stated = _expanded_size(fields), "mamba_expand times hidden_size"
+    shape = _parse_sized_mamba2(fields, inner, stated)
     has_norm = fields.get_boolean("mamba_rms_norm", False)
     if has_norm and fields.get_boolean("mamba_norm_before_gate", True):
         raise UnsupportedModel(f"{fields.where}: mamba_norm_before_gate is not supported")
-    biased = fields.get_boolean("mamba_proj_bias", False)
-    if biased != fields.get_boolean("projectors_bias", False):
+    if shape.is_biased != fields.get_boolean("projectors_bias", False):
         raise UnsupportedModel(
             f"{fields.where}: mamba_proj_bias and projectors_bias differ, which is not supported"
         )
+    return replace(shape, has_norm=has_norm)
+
+
+def _expanded_size(fields: ConfigFields) -> int:
+    return fields.get_integer("mamba_expand", 2, _MAX_DIM) * fields.get_integer("hidden_size")
+
+
+def _parse_sized_mamba2(fields: ConfigFields, inner: int, stated: str) -> Mamba2Shape:
+    """Parse Mamba-2 whose values have ``inner`` elements, by the fields that ``stated`` names."""
+    heads = fields.get_integer("mamba_n_heads", 128, _MAX_HEADS)
+    is_derived = fields.get_value("mamba_d_head") in (None, "auto")
     shape = Mamba2Shape(
         heads=heads,
-        head_dim=head_dim,
+        head_dim=max(1, inner // heads) if is_derived else fields.get_integer("mamba_d_head"),
         groups=fields.get_integer("mamba_n_groups", 1, _MAX_HEADS),
         state_size=fields.get_integer("mamba_d_state", 256, _MAX_DIM),
         conv_width=fields.get_integer("mamba_d_conv", 4, _MAX_WIDTH),
         has_conv_bias=fields.get_boolean("mamba_conv_bias", True),
-        has_norm=has_norm,
-        is_biased=biased,
+        has_decays=fields.get_boolean("mamba_plain_decays", False),
+        is_biased=fields.get_boolean("mamba_proj_bias", False),
     )
     if shape.inner_size != inner:
         raise BrokenModel(
-            f"{fields.where}: mamba_n_heads {heads} of mamba_d_head {head_dim} are not {inner}, "
-            "the size of mamba_d_ssm or mamba_expand"
+            f"{fields.where}: mamba_n_heads {heads} of mamba_d_head {shape.head_dim} are not "
+            f"{stated}, {inner}"
         )
     _check_groups(shape, fields, "mamba_n_heads", "mamba_n_groups")
     return shape
@@ -522,11 +498,6 @@ def parse_mamba_layers(fields: ConfigFields, layers: int) -> frozenset[int]:
     return _parse_listed_layers(fields, layers, "linear_attention", frozenset())
 
 
-#: Nemotron's kinds of layers: its letters, and both spellings in lists.
-_NEMOTRON_LETTERS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
-_NEMOTRON_KINDS = {"linear_attention": "mamba", _FULL: "attention"}
-
-
 def parse_nemotron_layers(fields: ConfigFields, layers: int) -> tuple[str, ...]:
     """Each layer's kind: ``mamba``, ``attention``, ``mlp`` or ``moe``.
 
@@ -534,18 +505,14 @@ def parse_nemotron_layers(fields: ConfigFields, layers: int) -> tuple[str, ...]:
         UnsupportedModel: a layer is of another kind, or none has attention.
         BrokenModel: the list is missing or has another length.
     """
-    listed = fields.get_strings("layers_block_type") or fields.get_strings("layer_types")
-    if listed is None:
-        letters = fields.get_string("hybrid_override_pattern")
-        listed = tuple(_NEMOTRON_LETTERS.get(one, one) for one in letters)
-    kinds = tuple(_NEMOTRON_KINDS.get(one, one) for one in listed)
-    if len(kinds) != layers:
-        raise BrokenModel(f"{fields.where}: {len(kinds)} kinds of layers for {layers} layers")
-    other = next((one for one in kinds if one not in _NEMOTRON_LETTERS.values()), None)
-    if other is not None:
-        raise UnsupportedModel(f"{fields.where}: layers with {other[:40]!r} are not supported")
-    if "attention" not in kinds:
-        raise UnsupportedModel(f"{fields.where}: a model without {_FULL} is not supported")
+    name = "layers_block_type" if fields.get_strings("layers_block_type") else _LAYER_TYPES
+    kinds = fields.get_strings(name)
+    if kinds is None:
+        name = "hybrid_override_pattern"
+        letters = fields.get_string(name)
+        kinds = tuple(_NEMOTRON_LETTERS.get(one, one) for one in letters)
+    kinds = tuple(_NEMOTRON_KINDS.get(one, one) for one in kinds)
+    _check_kinds(fields, name, kinds, layers, ("attention", "mamba", "mlp", "moe"))
     return kinds
 
 
@@ -553,17 +520,22 @@ def _parse_listed_layers(
     fields: ConfigFields, layers: int, kind: str, attended: frozenset[int]
 ) -> frozenset[int]:
     """Layers that ``layer_types`` says are of ``kind``; without that list, all but ``attended``."""
-    listed = fields.get_strings("layer_types")
-    if listed is None:
-        listed = tuple(_FULL if layer in attended else kind for layer in range(layers))
-    listed = tuple(_OLD_KINDS.get(each, each) for each in listed)
-    if len(listed) != layers:
-        raise BrokenModel(
-            f"{fields.where}: layer_types has {len(listed)} entries for {layers} layers"
-        )
-    other = next((each for each in listed if each not in (_FULL, kind)), None)
+    kinds = fields.get_strings(_LAYER_TYPES)
+    if kinds is None:
+        kinds = tuple(_FULL if layer in attended else kind for layer in range(layers))
+    kinds = tuple(_OLD_KINDS.get(one, one) for one in kinds)
+    _check_kinds(fields, _LAYER_TYPES, kinds, layers, (_FULL, kind))
+    return frozenset(layer for layer in range(layers) if kinds[layer] == kind)
+
+
+def _check_kinds(
+    fields: ConfigFields, name: str, kinds: tuple[str, ...], layers: int, known: tuple[str, ...]
+) -> None:
+    """Check the kinds in the list ``name``; the first of the ``known`` ones has attention."""
+    if len(kinds) != layers:
+        raise BrokenModel(f"{fields.where}: {name} has {len(kinds)} entries for {layers} layers")
+    other = next((one for one in kinds if one not in known), None)
     if other is not None:
-        raise UnsupportedModel(f"{fields.where}: layers with {other!r} are not supported")
-    if _FULL not in listed:
+        raise UnsupportedModel(f"{fields.where}: layers with {other[:40]!r} are not supported")
+    if known[0] not in kinds:
         raise UnsupportedModel(f"{fields.where}: a model without {_FULL} is not supported")
-    return frozenset(layer for layer in range(layers) if listed[layer] == kind)

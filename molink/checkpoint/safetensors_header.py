@@ -1,4 +1,4 @@
-"""Parses and checks safetensors headers.
+"""Parses, checks and writes safetensors headers.
 
 A file is an 8-byte little-endian length, a JSON header of that length, and the tensors' bytes at
 offsets relative to the header's end.
@@ -6,6 +6,7 @@ offsets relative to the header's end.
 
 import json
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path, PurePath
@@ -30,6 +31,8 @@ _MAX_NAME = 512
 #: Maximum bytes of a tensor's entry.
 _MAX_ENTRY = 1024
 _LENGTH_BYTES = struct.Struct("<Q")
+#: Alignment of the tensors, in bytes.
+_ALIGNMENT = 8
 
 
 class TensorSpec(Protocol):
@@ -39,6 +42,13 @@ class TensorSpec(Protocol):
     def dtype(self) -> str: ...
     @property
     def shape(self) -> tuple[int, ...]: ...
+
+
+class SizedTensor(TensorSpec, Protocol):
+    """A tensor of ``nbytes`` bytes."""
+
+    @property
+    def nbytes(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +104,29 @@ def parse_header(path: PurePath, raw: bytes, size: int) -> dict[str, TensorSpan]
     spans = {name: _parse_span(path, name, entry, base, size) for name, entry in header.items()}
     _refuse_overlap(path, spans)
     return spans
+
+
+def encode_header(tensors: Mapping[str, SizedTensor]) -> bytes:
+    """The bytes before the tensors of a file that holds ``tensors`` one after another.
+
+    Raises:
+        BrokenModel: they are too many for one file.
+    """
+    entries: dict[str, object] = {}
+    end = 0
+    for name, tensor in tensors.items():
+        offsets = [end, end + tensor.nbytes]
+        entries[name] = {
+            "dtype": tensor.dtype,
+            "shape": list(tensor.shape),
+            "data_offsets": offsets,
+        }
+        end += tensor.nbytes
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    if len(text) > MAX_HEADER_BYTES:
+        raise BrokenModel(f"{len(tensors)} tensors are too many for one safetensors file")
+    return _LENGTH_BYTES.pack(len(text)) + text
 
 
 def header_length(prefix: bytes, size: int, path: PurePath) -> int:

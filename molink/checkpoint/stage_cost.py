@@ -34,7 +34,7 @@ class StageCost:
         head = self.config.head_dim * element
         if self.kv_cache_dtype == "int8":
             head = self.config.head_dim + KV_SCALE_BYTES
-        kept = 2 * self.config.kv_heads * head
+        kept = self.config.kv_kinds * self.config.kv_heads * head
         # Read and written.
         states = 2 * self._state_elements * DTYPE_SIZES["f32"]
         return int(weights) + kept * self._attended_positions(context) + states
@@ -74,8 +74,7 @@ class StageCost:
     @property
     def _state_elements(self) -> int:
         """Elements of a request's states, summed over layers."""
-        shape, recurrent = self.config.recurrent, self.config.count_recurrent(self.layers)
-        return 0 if shape is None else recurrent * shape.state_elements
+        return self.config.count_recurrent(self.layers) * self.config.state_elements
 
     def _matrix_elements(self, layer: int) -> tuple[int, int]:
         """Elements of a layer's matrices: all, and those used per row."""

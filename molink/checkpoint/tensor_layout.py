@@ -49,7 +49,7 @@ def adaptable_projections(config: ModelConfig, layer: int) -> dict[str, tuple[in
     """Projections of a layer that an adapter may change, with their shapes ``[out, in]``.
 
     They are those of attention and of a plain MLP; not those of experts, routers, recurrent layers
-    and latent attention.
+    and latent attention, and none if outputs have factors.
     """
     found: _Projections = {}
     if config.output_factors is not None:

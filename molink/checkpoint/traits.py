@@ -84,12 +84,11 @@ class LatentShape:
 class FamilyTraits:
     """Traits in which families differ.
 
-    Attention: ``attention_bias`` is for q, k and v, ``output_bias`` for o,
-    ``head_bias`` for logits; ``attention_scale``
-    multiplies q·k. ``windows`` is per layer, 0 = full attention. ``sliding_rope`` applies to
-    sliding-window layers if set; ``unrotated_layers`` have no RoPE. With ``interleaved_rope``,
-    pairs of neighbours are rotated, else dimensions half the rotated size apart.
-    ``query_scaling`` multiplies queries by their position. With ``sinks``
+    Attention: ``attention_bias`` is for q, k and v, ``output_bias`` for o, ``head_bias`` for
+    logits; ``attention_scale`` multiplies q·k. ``windows`` is per layer, 0 = full attention.
+    ``sliding_rope`` applies to sliding-window layers if set; ``unrotated_layers`` have no RoPE.
+    With ``interleaved_rope``, pairs of neighbours are rotated, else dimensions half the rotated
+    size apart. ``query_scaling`` makes queries grow with their position. With ``sinks``
     each query head has a learned score that takes part in the softmax only. ``attention_softcap``
     and ``final_softcap`` bound scores and logits to ``cap * tanh(x / cap)``; 0 = unbounded.
 
@@ -98,18 +97,17 @@ class FamilyTraits:
     ``gated_heads`` the query projection has a gate behind each head's query, whose sigmoid weighs
     what the head attended to.
 
-    ``recurrent_layers`` have no attention; they keep a state of each request, shaped as
-    ``recurrent`` says, and may have other ``recurrent_norms``. If ``mlp_layers`` are given, these
-    are nothing but an MLP, and others have none. With ``parallel_states`` all layers are recurrent
-    and have attention, too; both read the same rows, and their results are added.
+    ``recurrent_layers`` keep a state of each request, shaped as ``recurrent`` says, instead of
+    attention, and may have other ``recurrent_norms``. If ``mlp_layers`` are given, these are
+    nothing but an MLP, and others have none. With ``parallel_states`` all layers are recurrent and
+    have attention, too; both read the same rows, and their results are added.
 
     Layers: with ``parallel_mlp`` attention and MLP have one norm before them, and their results are
     added. ``activation_limit`` belongs to ``clamped_swiglu``. ``norm_offset`` is added to all norm
     weights. ``residual_scale`` multiplies outputs of attention and MLP. ``merged_qkv`` and
     ``merged_gate_up`` mean single tensors in the checkpoint. ``output_name`` is that of
-    attention's projection to rows. ``experts`` replace the MLP in some or
-    all layers. A checkpoint may hold ``unread_layers`` after the last, for
-    multi-token prediction.
+    attention's projection to rows. ``experts`` replace the MLP in some or all layers. A checkpoint
+    may hold ``unread_layers`` after the last, for multi-token prediction.
 
     ``embedding_scale`` multiplies embeddings, ``logit_scale`` logits. With ``tied_embeddings`` the
     embedding is the output head, too.
@@ -166,7 +164,7 @@ class FamilyTraits:
 
     @property
     def kv_kinds(self) -> int:
-        """What a KV cache holds of a row: 2, keys and values, or 1 if keys serve as values."""
+        """Vectors of a row in a KV cache: 2, key and value, or 1 if keys serve as values."""
         return 1 if self.latent is not None else 2
 
     @property
@@ -211,6 +209,11 @@ class FamilyTraits:
         rows be taken back.
         """
         return bool(self.recurrent_layers)
+
+    @property
+    def state_elements(self) -> int:
+        """Elements of a request's state in a recurrent layer."""
+        return 0 if self.recurrent is None else self.recurrent.state_elements
 
     def count_attention(self, layers: tuple[int, int]) -> int:
         """Layers of ``first:last`` that have attention, and so keys and values."""

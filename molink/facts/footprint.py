@@ -122,6 +122,21 @@ class StageSetup:
         """How projections are quantized; quantized files keep their own format."""
         return facts.quantized if facts.quantized != "none" else self.quantize
 
+    @property
+    def keeps_planes(self) -> bool:
+        """Whether kernels multiply by quantized weights in planes of bits."""
+        return self.kind != "cpu" and self.has_block_kernels
+
+    def unpacked_bytes(self, facts: ModelFacts) -> int:
+        """Bytes of the largest dequantized weight, or of a slice of it."""
+        is_quantized = self.quantize_mode(facts) != "none"
+        if self.keeps_planes and (is_quantized or self.kept_blocks(facts) is not None):
+            # Many rows multiply a dequantized slice of a weight; partial sums of few take less.
+            return min(facts.widest, MAX_DEQUANTIZED) * self.element_bytes(facts)
+        if is_quantized and not self.has_block_kernels:
+            return facts.widest * self.element_bytes(facts)
+        return 0
+
 
 _ALL_WIDE = NarrowWeights(dtype="bf16", layer=0, last=0)
 
@@ -151,11 +166,13 @@ class Footprint:
     #: CUDA graphs per layer, and their shared pool.
     layer_graph_bytes: int = 0
     graph_bytes: int = 0
-    #: Layers of the model; which are recurrent, and what each of these keeps of a request.
+    #: Layers of the model, and those that keep a state, or nothing, of a request instead of KV;
+    #: with ``parallel_states`` a state beside KV.
     layers: int = 1
     recurrent_layers: tuple[int, ...] = ()
     mlp_layers: tuple[int, ...] = ()
     parallel_states: bool = False
+    #: A request's state in a layer.
     state_bytes: int = 0
 
     @classmethod
@@ -167,7 +184,7 @@ class Footprint:
         def scaled(stored: int) -> int:
             return -(-stored * element // facts.element_bytes)
 
-        unpacked, stays, on_cpu = 0, facts.narrow or _ALL_WIDE, target.kind == "cpu"
+        stays, on_cpu = facts.narrow or _ALL_WIDE, target.kind == "cpu"
         # Bytes saved by keeping 16 bits, per stored byte.
         saved = (element - target.weight_element_bytes(facts)) // facts.element_bytes
         layer = scaled(facts.layer_bytes) - saved * stays.layer
@@ -182,15 +199,9 @@ class Footprint:
             if mode == "int8" and on_cpu and target.has_block_kernels:
                 packed += packed // _REPEATED_SCALES
             layer = scaled(facts.layer_bytes - facts.projection_bytes) + packed
-        in_planes = not on_cpu and target.has_block_kernels
-        if in_planes and (kept is not None or mode != "none"):
-            # Many rows multiply a dequantized slice of a weight; partial sums of few take less.
-            unpacked = min(facts.widest, MAX_DEQUANTIZED) * element
-        elif mode != "none" and not target.has_block_kernels:
-            unpacked = facts.widest * element
         # Norms are computed in f32, with input and result in memory.
         row = facts.row_elements * element + 2 * facts.hidden * DTYPE_SIZES["f32"]
-        if mode == "int8" and facts.hidden and not in_planes:
+        if mode == "int8" and facts.hidden and not target.keeps_planes:
             row += facts.widest // facts.hidden * _PRODUCT_BYTES
         cuda = target.kind == "cuda"
         reads_pages = target.reads_pages and not facts.large_heads
@@ -209,7 +220,7 @@ class Footprint:
             shared_bytes=first if facts.tied else 0,
             token_bytes=token,
             max_model_len=facts.max_model_len,
-            step_bytes=rows * row + unpacked + PAGED_BYTES * reads_pages,
+            step_bytes=rows * row + target.unpacked_bytes(facts) + PAGED_BYTES * reads_pages,
             logits_bytes=logit_rows * facts.vocabulary * (element + LOGIT_BYTES),
             attention_copy_bytes=_PADDING_FACTOR * (copied + element + scores) * (not reads_pages),
             mask_bytes=load.max_chunk_rows * (element + 1 + scores) * (not reads_pages),

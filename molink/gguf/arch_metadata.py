@@ -35,6 +35,15 @@ class ArchMetadata:
         """Whether the model has latent attention."""
         return self.has_key("attention.kv_lora_rank")
 
+    @property
+    def has_query_bias(self) -> bool:
+        """Whether projections to queries have biases."""
+        return self.has_tensors(".attn_q.bias")
+
+    def has_tensors(self, ending: str) -> bool:
+        """Whether the file has tensors with that end of their names."""
+        return any(name.endswith(ending) for name in self.file.tensors)
+
     def full_key(self, key: str) -> str:
         return f"{self.name}.{key}"
 

@@ -91,7 +91,7 @@ def _base_config(about: ArchMetadata) -> dict[str, Any]:
 
 
 def _norm_config(about: ArchMetadata) -> dict[str, Any]:
-    """What norms add to a mean square, or to the variance of LayerNorm."""
+    """The number that norms add to a mean square, or to the variance of LayerNorm."""
     key = "attention.layer_norm_epsilon"
     if about.has_key(key):
         return {"layer_norm_eps": about.get_number(key)}
@@ -168,7 +168,7 @@ def _rope_config(about: ArchMetadata, context: int) -> dict[str, Any]:
     if kind == "yarn":
         scaling |= {"original_max_position_embeddings": original, **_yarn_config(about)}
         if about.name == "gpt-oss":
-            # As in the released model; files don't say it.
+            # As in the released model; GGUF has no key for it.
             scaling["truncate"] = False
     return {**made, "rope_scaling": scaling}
 

@@ -13,14 +13,21 @@ _SOFTMAX, _SIGMOID = 1, 2
 
 
 def _llama_config(about: ArchMetadata) -> dict[str, Any]:
-    biased = {"attention_bias": "blk.0.attn_q.bias" in about.file.tensors}
+    biased = {"attention_bias": about.has_query_bias}
     if not about.has_key("expert_count"):
         return {"architectures": ["LlamaForCausalLM"], **biased}
     return {
         "architectures": ["MixtralForCausalLM"],
-        "num_local_experts": about.get_integer("expert_count"),
-        "num_experts_per_tok": about.get_integer("expert_used_count"),
+        **_expert_counts(about, "num_local_experts"),
         "sliding_window": None,
+    }
+
+
+def _expert_counts(about: ArchMetadata, name: str) -> dict[str, Any]:
+    """How many experts there are, which configs call ``name``, and how many a row meets."""
+    return {
+        name: about.get_integer("expert_count"),
+        "num_experts_per_tok": about.get_integer("expert_used_count"),
     }
 
 
@@ -38,7 +45,7 @@ def _granite_config(about: ArchMetadata) -> dict[str, Any]:
     )
     return {
         "architectures": ["GraniteForCausalLM"],
-        "attention_bias": "blk.0.attn_q.bias" in about.file.tensors,
+        "attention_bias": about.has_query_bias,
         "attention_multiplier": about.get_number("attention.scale", head_dim**-0.5),
         "embedding_multiplier": about.get_number("embedding_scale", 1.0),
         "residual_multiplier": about.get_number("residual_scale", 1.0),
@@ -55,8 +62,7 @@ def _granite_moe_config(about: ArchMetadata) -> dict[str, Any]:
     return {
         **_granite_config(about),
         "architectures": ["GraniteMoeForCausalLM"],
-        "num_local_experts": about.get_integer("expert_count"),
-        "num_experts_per_tok": about.get_integer("expert_used_count"),
+        **_expert_counts(about, "num_local_experts"),
     }
 
 
@@ -75,7 +81,7 @@ def _granite_hybrid_config(about: ArchMetadata) -> dict[str, Any]:
         "mamba_d_state": about.get_integer("ssm.state_size"),
         "mamba_d_conv": about.get_integer("ssm.conv_kernel"),
         "mamba_expand": max(1, inner // about.get_integer("embedding_length")),
-        "mamba_conv_bias": any(name.endswith("conv1d.bias") for name in about.file.tensors),
+        "mamba_conv_bias": about.has_tensors("conv1d.bias"),
         "mamba_plain_decays": True,
         "num_local_experts": experts,
         "num_experts_per_tok": about.get_integer("expert_used_count") if experts else 1,
@@ -91,15 +97,13 @@ def _nemotron_h_config(about: ArchMetadata) -> dict[str, Any]:
     kept, widths = (
         about.list_numbers(key) for key in ("attention.head_count_kv", "feed_forward_length")
     )
-    tensors = about.file.tensors
     kinds = [
         "attention" if count else "mlp" if width else "mamba"
         for count, width in zip(kept, widths, strict=True)
     ]
-    kinds = [
-        "moe" if f"blk.{layer}.ffn_gate_inp.weight" in tensors else kind
-        for layer, kind in enumerate(kinds)
-    ]
+    for layer in range(about.layers):
+        if f"blk.{layer}.ffn_gate_inp.weight" in about.file.tensors:
+            kinds[layer] = "moe"
     return {
         "architectures": ["NemotronHForCausalLM"],
         "layers_block_type": kinds,
@@ -108,9 +112,9 @@ def _nemotron_h_config(about: ArchMetadata) -> dict[str, Any]:
         "n_groups": about.get_integer("ssm.group_count"),
         "ssm_state_size": about.get_integer("ssm.state_size"),
         "conv_kernel": about.get_integer("ssm.conv_kernel"),
-        "use_conv_bias": any(name.endswith("ssm_conv1d.bias") for name in tensors),
-        "use_bias": any(name.endswith("ssm_in.bias") for name in tensors),
-        "mlp_bias": any(name.endswith("ffn_up.bias") for name in tensors),
+        "use_conv_bias": about.has_tensors("ssm_conv1d.bias"),
+        "use_bias": about.has_tensors("ssm_in.bias"),
+        "mlp_bias": about.has_tensors("ffn_up.bias"),
         "mamba_plain_decays": True,
         **(_nemotron_experts(about) if "moe" in kinds else {}),
     }
@@ -156,7 +160,7 @@ def _listed_windows(about: ArchMetadata) -> dict[str, Any]:
 def _seed_oss_config(about: ArchMetadata) -> dict[str, Any]:
     return {
         "architectures": ["SeedOssForCausalLM"],
-        "attention_bias": "blk.0.attn_q.bias" in about.file.tensors,
+        "attention_bias": about.has_query_bias,
         "attention_out_bias": "blk.0.attn_output.bias" in about.file.tensors,
     }
 
@@ -164,9 +168,8 @@ def _seed_oss_config(about: ArchMetadata) -> dict[str, Any]:
 def _gpt_oss_config(about: ArchMetadata) -> dict[str, Any]:
     return {
         "architectures": ["GptOssForCausalLM"],
-        "attention_bias": "blk.0.attn_q.bias" in about.file.tensors,
-        "num_local_experts": about.get_integer("expert_count"),
-        "num_experts_per_tok": about.get_integer("expert_used_count"),
+        "attention_bias": about.has_query_bias,
+        **_expert_counts(about, "num_local_experts"),
         "intermediate_size": about.get_integer("expert_feed_forward_length"),
         "sliding_window": about.get_integer("attention.sliding_window"),
     }
@@ -175,7 +178,7 @@ def _gpt_oss_config(about: ArchMetadata) -> dict[str, Any]:
 def _glm4_config(about: ArchMetadata) -> dict[str, Any]:
     return {
         "architectures": ["Glm4ForCausalLM"],
-        "attention_bias": "blk.0.attn_q.bias" in about.file.tensors,
+        "attention_bias": about.has_query_bias,
     }
 
 
@@ -186,20 +189,19 @@ def _plain_config(architecture: str) -> Callable[[ArchMetadata], dict[str, Any]]
 def _qwen2_moe_config(about: ArchMetadata) -> dict[str, Any]:
     return {
         "architectures": ["Qwen2MoeForCausalLM"],
-        "num_experts": about.get_integer("expert_count"),
-        "num_experts_per_tok": about.get_integer("expert_used_count"),
-        "moe_intermediate_size": about.get_integer("expert_feed_forward_length"),
-        "shared_expert_intermediate_size": about.get_integer("expert_shared_feed_forward_length"),
+        **_shared_qwen_experts(about),
         "norm_topk_prob": False,
-        "qkv_bias": "blk.0.attn_q.bias" in about.file.tensors,
+        "qkv_bias": about.has_query_bias,
     }
 
 
 def _qwen3_moe_config(about: ArchMetadata) -> dict[str, Any]:
+    return {"architectures": ["Qwen3MoeForCausalLM"], **_qwen_experts(about)}
+
+
+def _qwen_experts(about: ArchMetadata) -> dict[str, Any]:
     return {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "num_experts": about.get_integer("expert_count"),
-        "num_experts_per_tok": about.get_integer("expert_used_count"),
+        **_expert_counts(about, "num_experts"),
         "moe_intermediate_size": about.get_integer("expert_feed_forward_length"),
         "norm_topk_prob": True,
     }
@@ -256,24 +258,17 @@ def _delta_rule_config(about: ArchMetadata) -> dict[str, Any]:
 
 
 def _list_recurrent(about: ArchMetadata) -> list[int]:
-    """Layers without attention: listed, or all but every so many."""
+    """Layers without attention: listed, or all but the last of each interval."""
     key = "attention.recurrent_layers"
     if about.has_key(key):
-        every = about.layers + about.draft_layers
-        marks = about.metadata.get_integers(about.full_key(key), every)
-        return [layer for layer in range(about.layers) if marks[layer]]
+        return [layer for layer, mark in enumerate(about.list_numbers(key)) if mark]
     interval = about.get_integer("full_attention_interval", 4)
     return [layer for layer in range(about.layers) if (layer + 1) % interval]
 
 
 def _shared_qwen_experts(about: ArchMetadata) -> dict[str, Any]:
-    return {
-        "num_experts": about.get_integer("expert_count"),
-        "num_experts_per_tok": about.get_integer("expert_used_count"),
-        "moe_intermediate_size": about.get_integer("expert_feed_forward_length"),
-        "shared_expert_intermediate_size": about.get_integer("expert_shared_feed_forward_length"),
-        "norm_topk_prob": True,
-    }
+    width = "expert_shared_feed_forward_length"
+    return {**_qwen_experts(about), "shared_expert_intermediate_size": about.get_integer(width)}
 
 
 def _lfm2_config(about: ArchMetadata) -> dict[str, Any]:
@@ -283,7 +278,7 @@ def _lfm2_config(about: ArchMetadata) -> dict[str, Any]:
         "architectures": ["Lfm2ForCausalLM"],
         "layer_types": ["full_attention" if count else "conv" for count in heads],
         "conv_L_cache": about.get_integer("shortconv.l_cache"),
-        "conv_bias": any(".shortconv." in n and n.endswith("bias") for n in about.file.tensors),
+        "conv_bias": about.has_tensors(".shortconv.conv.bias"),
         "block_auto_adjust_ff_dim": False,
     }
 
@@ -293,11 +288,10 @@ def _lfm2_moe_config(about: ArchMetadata) -> dict[str, Any]:
     return {
         **_lfm2_config(about),
         "architectures": ["Lfm2MoeForCausalLM"],
-        "num_experts": about.get_integer("expert_count"),
-        "num_experts_per_tok": about.get_integer("expert_used_count"),
+        **_expert_counts(about, "num_experts"),
         "moe_intermediate_size": about.get_integer("expert_feed_forward_length"),
         "num_dense_layers": about.get_count("leading_dense_block_count"),
-        "use_expert_bias": any(name.endswith("exp_probs_b.bias") for name in about.file.tensors),
+        "use_expert_bias": about.has_tensors("exp_probs_b.bias"),
         "norm_topk_prob": True,
     }
 
@@ -305,7 +299,7 @@ def _lfm2_moe_config(about: ArchMetadata) -> dict[str, Any]:
 def _glm4_moe_config(about: ArchMetadata) -> dict[str, Any]:
     return {
         "architectures": ["Glm4MoeForCausalLM"],
-        "attention_bias": "blk.0.attn_q.bias" in about.file.tensors,
+        "attention_bias": about.has_query_bias,
         "use_qk_norm": "blk.0.attn_q_norm.weight" in about.file.tensors,
         "num_nextn_predict_layers": about.draft_layers,
         **_deepseek_experts(about),
@@ -323,7 +317,7 @@ def _dots1_config(about: ArchMetadata) -> dict[str, Any]:
 def _ernie_config(about: ArchMetadata) -> dict[str, Any]:
     return {
         "architectures": ["Ernie4_5ForCausalLM"],
-        "use_bias": "blk.0.attn_q.bias" in about.file.tensors,
+        "use_bias": about.has_query_bias,
     }
 
 
@@ -344,8 +338,7 @@ def _minimax_config(about: ArchMetadata) -> dict[str, Any]:
     _check_scores(about, _SIGMOID)
     return {
         "architectures": ["MiniMaxM2ForCausalLM"],
-        "num_local_experts": about.get_integer("expert_count"),
-        "num_experts_per_tok": about.get_integer("expert_used_count"),
+        **_expert_counts(about, "num_local_experts"),
         "intermediate_size": about.get_integer("expert_feed_forward_length"),
     }
 
@@ -353,7 +346,7 @@ def _minimax_config(about: ArchMetadata) -> dict[str, Any]:
 def _hunyuan_config(about: ArchMetadata) -> dict[str, Any]:
     return {
         "architectures": ["HunYuanDenseV1ForCausalLM"],
-        "attention_bias": "blk.0.attn_q.bias" in about.file.tensors,
+        "attention_bias": about.has_query_bias,
     }
 
 
@@ -407,8 +400,7 @@ def _deepseek_experts(about: ArchMetadata, scores: int = _SIGMOID) -> dict[str, 
     """Fields of experts as in DeepSeek-V3, or in V2, which has other ``scores``."""
     _check_scores(about, scores)
     return {
-        "n_routed_experts": about.get_integer("expert_count"),
-        "num_experts_per_tok": about.get_integer("expert_used_count"),
+        **_expert_counts(about, "n_routed_experts"),
         "moe_intermediate_size": about.get_integer("expert_feed_forward_length"),
         "n_shared_experts": about.get_count("expert_shared_count"),
         "first_k_dense_replace": about.get_count("leading_dense_block_count"),
@@ -433,7 +425,7 @@ def _check_scores(about: ArchMetadata, wanted: int) -> None:
 def _command_r_config(about: ArchMetadata) -> dict[str, Any]:
     return {
         "architectures": ["CohereForCausalLM"],
-        "attention_bias": "blk.0.attn_q.bias" in about.file.tensors,
+        "attention_bias": about.has_query_bias,
         "use_qk_norm": "blk.0.attn_q_norm.weight" in about.file.tensors,
         "logit_scale": about.get_number("logit_scale"),
     }
@@ -442,7 +434,7 @@ def _command_r_config(about: ArchMetadata) -> dict[str, Any]:
 def _cohere2_config(about: ArchMetadata) -> dict[str, Any]:
     return {
         "architectures": ["Cohere2ForCausalLM"],
-        "attention_bias": "blk.0.attn_q.bias" in about.file.tensors,
+        "attention_bias": about.has_query_bias,
         "logit_scale": about.get_number("logit_scale"),
         **_listed_windows(about),
     }
@@ -452,10 +444,9 @@ def _phimoe_config(about: ArchMetadata) -> dict[str, Any]:
     return {
         **_phi3_config(about),
         "architectures": ["PhimoeForCausalLM"],
-        "attention_bias": "blk.0.attn_q.bias" in about.file.tensors,
+        "attention_bias": about.has_query_bias,
         "lm_head_bias": "output.bias" in about.file.tensors,
-        "num_local_experts": about.get_integer("expert_count"),
-        "num_experts_per_tok": about.get_integer("expert_used_count"),
+        **_expert_counts(about, "num_local_experts"),
     }
 
 

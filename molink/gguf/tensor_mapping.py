@@ -82,7 +82,7 @@ _LATENT_MODULES = _DEEPSEEK_MODULES | {
 }
 #: Where the norm before the MLP is named so.
 _POST_ATTENTION = {"post_attention_norm": "post_attention_layernorm"}
-#: The gated delta rule; what reads and writes its state is called as in Mamba.
+#: The gated delta rule; GGUF names its tensors as Mamba's.
 _DELTA_MODULES = (
     _MODULES
     | _POST_ATTENTION
@@ -99,22 +99,24 @@ _DELTA_MODULES = (
     }
 )
 _DELTA_FAMILIES = ("Qwen3Next", "Qwen3_5", "Qwen3_5Moe")
-#: Mamba-2; shared experts are the only ones, or beside others.
-_HYBRID_MODULES = _MODULES | {
-    **{f"ssm_{part}": f"mamba.{part}" for part in ("conv1d", "norm")},
-    **{f"ssm_{part}": f"mamba.{part}_proj" for part in ("in", "out")},
-    **{
+_MAMBA_MODULES = {
+    "ssm_in": "mamba.in_proj",
+    "ssm_conv1d": "mamba.conv1d",
+    "ssm_norm": "mamba.norm",
+    "ssm_out": "mamba.out_proj",
+}
+#: Shared experts are the only ones, or beside others.
+_HYBRID_MODULES = (
+    _MODULES
+    | _MAMBA_MODULES
+    | {
         f"ffn_{part}{end}": f"shared_mlp.{ours}"
         for part, ours in (("gate", "gate_proj"), ("up", "up_proj"), ("down", "output_linear"))
         for end in ("", "_shexp")
-    },
-    "ffn_gate_inp": "block_sparse_moe.router.layer",
-}
-_NEMOTRON_MODULES = _DEEPSEEK_MODULES | {
-    "attn_norm": "norm",
-    **{f"ssm_{part}": f"mamba.{part}" for part in ("conv1d", "norm")},
-    **{f"ssm_{part}": f"mamba.{part}_proj" for part in ("in", "out")},
-}
+    }
+    | {"ffn_gate_inp": "block_sparse_moe.router.layer"}
+)
+_NEMOTRON_MODULES = _DEEPSEEK_MODULES | _MAMBA_MODULES | {"attn_norm": "norm"}
 _MAMBA_NAMES = {"ssm_a": "mamba.A", "ssm_d": "mamba.D", "ssm_dt.bias": "mamba.dt_bias"}
 _DELTA_NAMES = {"ssm_a": "linear_attn.A", "ssm_dt.bias": "linear_attn.dt_bias"}
 #: Tensors that are neither weights nor biases here.
@@ -356,7 +358,7 @@ def _map_experts(
 
 
 def _norm_offset(family: str, name: str) -> float:
-    """What converters have added to a norm's weights."""
+    """The number that converters add to a norm's weights."""
     name = name.removesuffix(".weight")
     has_offset = family.startswith("Gemma") or family in _DELTA_FAMILIES
     return float(has_offset and name.endswith("norm") and name != "ssm_norm")

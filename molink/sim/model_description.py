@@ -1,5 +1,6 @@
 """Descriptions of models for plans: a shape, and the facts that placement needs."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -10,10 +11,10 @@ from molink.checkpoint.foreign_formats import refuse_foreign_folder
 from molink.checkpoint.gguf_import import find_gguf, read_gguf_model
 from molink.checkpoint.hub_catalog import CatalogEntry
 from molink.checkpoint.model_folder import scan_tensors
-from molink.checkpoint.model_names import GGUF_SUFFIX
 from molink.checkpoint.model_source import find_local_model, name_local_model
 from molink.checkpoint.placement_facts import model_facts
 from molink.checkpoint.quantized_size import quantized_bytes
+from molink.checkpoint.safetensors_header import TensorSpec
 from molink.checkpoint.tensor_layout import layer_tensors
 from molink.facts.model import ModelFacts
 from molink.sim.profiles import MAX_MODEL_LEN, ModelProfile, load_model
@@ -68,15 +69,8 @@ class ModelDescription:
         """
         found = find_local_model(str(folder)) or folder
         file = find_gguf(found) if found.is_dir() else found if found.is_file() else None
-        if file is not None and file.suffix.lower() == GGUF_SUFFIX:
-            config, tensors = read_gguf_model(file)
-            facts = model_facts(config, name_local_model(found), tensors)
-        else:
-            if found.is_dir():
-                refuse_foreign_folder(found)
-            config = ModelConfig.load_folder(found, "bf16")
-            weights = scan_tensors(found) if any(found.glob("*.safetensors")) else {}
-            facts = model_facts(config, name_local_model(found), weights)
+        config, tensors = _read_folder(found) if file is None else read_gguf_model(file)
+        facts = model_facts(config, name_local_model(found), tensors)
         return cls.from_facts(config, facts, str(folder))
 
     @classmethod
@@ -120,13 +114,22 @@ class ModelDescription:
         return cls(facts.name, replace(shape, bytes_per_parameter=weight), facts)
 
 
+def _read_folder(folder: Path) -> tuple[ModelConfig, Mapping[str, TensorSpec]]:
+    """Config and tensors of a folder, of which there may be none."""
+    if folder.is_dir():
+        refuse_foreign_folder(folder)
+    config = ModelConfig.load_folder(folder, "bf16")
+    return config, scan_tensors(folder) if any(folder.glob("*.safetensors")) else {}
+
+
 def _mixture_fields(config: ModelConfig) -> dict[str, Any]:
-    """Fields of the profile of a model with experts; the last layer has them, if any."""
-    experts = config.layer_experts(config.layers - 1)
-    if experts is None:
+    """Fields of the profile of a model with experts, by the last layer that has them."""
+    with_experts = [layer for layer in range(config.layers) if config.layer_experts(layer)]
+    if config.experts is None or not with_experts:
         return {}
+    experts, shapes = config.experts, layer_tensors(config, with_experts[-1])
     chosen = experts.top_k * experts.intermediate_size
-    sizes = {name: prod(shape) for name, shape in layer_tensors(config, config.layers - 1).items()}
+    sizes = {name: prod(shape) for name, shape in shapes.items()}
     routed = sum(size for name, size in sizes.items() if ".experts." in name)
     return {
         "intermediate": chosen + experts.shared_intermediate_size,

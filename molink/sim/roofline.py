@@ -107,7 +107,7 @@ class Roofline:
         """Tokens whose KV fits in addition to the weights; 0 if the weights don't fit."""
         room = max(0, int(memory_for_stages(device) - self.weight_bytes))
         states = math.ceil(self.layers * self._model.state_bytes)
-        return max(0, count_pool_blocks(room, self.kv_token_bytes, 1, states))
+        return count_pool_blocks(room, self.kv_token_bytes, 1, states)
 
 
 def memory_for_stages(device: DeviceProfile) -> float:

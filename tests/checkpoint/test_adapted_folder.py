@@ -124,7 +124,7 @@ def test_a_full_disk(
     def refuse(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(adapted_folder, "_build_header", refuse)
+    monkeypatch.setattr(adapted_folder, "encode_header", refuse)
     with pytest.raises(MolinkError, match="m can't be combined with adapters"):
         adapt_model("m", pristine, {"one": adapter}, tmp_path / "into")
     assert not [*(tmp_path / "into").iterdir()]

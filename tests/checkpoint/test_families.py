@@ -696,6 +696,8 @@ def test_lfm2_has_short_convolutions(load: Callable[..., Any]) -> None:
     assert shapes["model.layers.0.conv.in_proj.weight"] == (3 * 96, 96)
     assert shapes["model.layers.0.feed_forward.w2.weight"] == (96, 8192)
     assert layer_tensors(config, 1)["model.layers.1.self_attn.out_proj.weight"] == (96, 96)
+    # As released: no intermediate_size.
+    assert load("lfm2", block_ff_dim=12288, intermediate_size=..., **fields) == config
     plain = load("lfm2", block_auto_adjust_ff_dim=False, tie_embedding=False)
     assert (plain.intermediate_size, plain.tied_embeddings, plain.keeps_states) == (
         128,
@@ -822,10 +824,14 @@ def test_gemma3_in_both_spellings(load: Callable[..., Any]) -> None:
         (
             "falcon_h1",
             {"mamba_d_ssm": 100, "mamba_n_heads": 6},
-            "mamba_n_heads 6 of mamba_d_head 16 are not 100",
+            "mamba_n_heads 6 of mamba_d_head 16 are not mamba_d_ssm, 100",
         ),
         ("olmo_hybrid", {"linear_num_value_heads": 6}, "linear_num_value_heads 6 is not a mult"),
-        ("nemotron_h", {"hybrid_override_pattern": "M*-"}, "3 kinds of layers for 4 layers"),
+        (
+            "nemotron_h",
+            {"hybrid_override_pattern": "M*-"},
+            "hybrid_override_pattern has 3 entries",
+        ),
         ("nemotron_h", {}, "hybrid_override_pattern is missing"),
         (
             "nemotron_h",
@@ -967,6 +973,7 @@ def test_impossible_fields_are_named(
             "position_embedding_type 'alibi'",
         ),
         ("qwen3_next", {"layer_types": ["conv"] * 4}, "layers with 'conv' are not supported"),
+        ("qwen3_next", {"layer_types": ["x" * 99] * 4}, "layers with 'x{40}' are not supported"),
         ("qwen3_next", {"layer_types": [LINEAR] * 4}, "without full_attention"),
         ("qwen3_5_text", {"attn_output_gate": False}, "attn_output_gate"),
         ("qwen3_5_text", {"hidden_act": "gelu"}, "hidden_act 'gelu'"),

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from molink.checkpoint.safetensors_header import TensorSpan, read_header
+from molink.checkpoint import safetensors_header
+from molink.checkpoint.safetensors_header import TensorSpan, encode_header, read_header
 from molink.errors import BrokenModel
 
 
@@ -34,6 +35,25 @@ def test_a_file_of_safetensors_itself(tmp_path: Path) -> None:
     }
     a = spans["a"]
     assert raw[a.offset : a.offset + a.nbytes] == struct.pack("<12f", *[1.0] * 12)
+
+
+def test_a_written_header_is_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    placed = {
+        "a": TensorSpan("", "F32", (3, 4), 99, 48, "a"),
+        "b": TensorSpan("", "U8", (), 0, 1, "b"),
+    }
+    header = encode_header(placed)
+    assert len(header) % 8 == 0
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(header + bytes(49))
+    found = read_header(path)
+    assert {name: (s.dtype, s.shape, s.offset - len(header)) for name, s in found.items()} == {
+        "a": ("F32", (3, 4), 0),
+        "b": ("U8", (), 48),
+    }
+    monkeypatch.setattr(safetensors_header, "MAX_HEADER_BYTES", 100)
+    with pytest.raises(BrokenModel, match="2 tensors are too many"):
+        encode_header(placed)
 
 
 def test_empty_tensors_and_scalars(tmp_path: Path, write_safetensors: Callable[..., Path]) -> None:

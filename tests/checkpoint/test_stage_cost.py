@@ -55,6 +55,11 @@ def test_windows_bound_what_a_row_attends_to(make_model: Any, tmp_path: Path) ->
     assert made.prefill_flops(10) == 2 * (10 * (ATTENTION + MLP) + 2 * HEADS * HEAD_DIM * pairs)
 
 
+def test_latents_are_read_once_for_keys_and_values(make_model: Any, tmp_path: Path) -> None:
+    made = work(make_model(tmp_path, "deepseek_v3"), (1, 2), 0)
+    assert made.decode_bytes(100) == (16 + 48) * 4 * 100
+
+
 def test_recurrent_layers_read_a_state_and_no_positions(make_model: Any, tmp_path: Path) -> None:
     folder = make_model(tmp_path, "qwen3_5_text")
     state = 6 * 12 * 20 + 3 * (2 * 2 * 12 + 6 * 20)

@@ -1,9 +1,11 @@
 """Profiles of real folders weigh what their facts say."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from molink.errors import ModelError
 from molink.sim.model_description import ModelDescription
 from molink.sim.profiles import load_device
 from molink.sim.roofline import Roofline
@@ -26,6 +28,20 @@ def test_a_folders_roofline_weighs_what_its_facts_say(
         stage = Roofline(load_device("rtx4090"), found.shape, 2, is_last=is_last)
         head = found.facts.last_bytes * is_last
         assert stage.weight_bytes == pytest.approx(2 * found.facts.layer_bytes + head, rel=0.01)
+
+
+def test_experts_count_wherever_their_layers_are(make_model: Any, tmp_path: Path) -> None:
+    kinds = ["linear_attention", "mlp", "moe", "full_attention"]
+    made = make_model(tmp_path, "nemotron_h", dtype="bfloat16", layers_block_type=kinds)
+    shape = ModelDescription.from_folder(made).shape
+    assert (shape.intermediate, shape.chosen_share) == (3 * 32 + 48, 3 / 8)
+
+
+def test_a_file_that_is_no_model_is_named(tmp_path: Path) -> None:
+    for name in ("missing.gguf", "missing", "notes.txt"):
+        (tmp_path / "notes.txt").write_text("", encoding="utf-8")
+        with pytest.raises(ModelError, match=name):
+            ModelDescription.from_folder(tmp_path / name)
 
 
 def test_a_row_reads_its_experts_and_what_is_shared(make_model: Any, tmp_path: Any) -> None:

@@ -104,21 +104,13 @@ def write_gguf(
         writer.add_tensor("rope_freqs.weight", np.array(divisors, np.float32))
     exact_values = dict(values)
     for theirs, ours in _grouped(values, name, blocks).items():
-        parts = [values[one] for one in ours]
         mixed = [other for part, other in (others or {}).items() if part in theirs]
         found = mixed[0] if mixed else kind
-        packed = _packed(theirs, parts, found)
+        packed = _packed(theirs, [values[one] for one in ours], found)
         for one, rows in zip(ours, packed, strict=True):
             kept = rows.dtype == np.float32
             exact_values[one] = rows if kept else dequantize(rows, found)
-        turned = [_turned(rows, theirs, config, name) for rows in packed]
-        theirs += ".weight" * theirs.endswith("attn_sinks")
-        data = np.stack(turned) if "_exps" in theirs else turned[0]
-        data = _converted(data, theirs, config, name)
-        if data.dtype == np.float32:
-            writer.add_tensor(theirs, data)
-        else:
-            writer.add_tensor(theirs, data, raw_dtype=found)
+        _add_tensor(writer, theirs, packed, found, config)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -129,6 +121,19 @@ def write_gguf(
         joined = _join_stacks(_join_latents(exact_values, config), stored)
         _write_exact(folder, exact, joined)
     return path if not part else min(path.parent.glob(f"{path.stem}-00001-of-*.gguf"))
+
+
+def _add_tensor(
+    writer: gguf.GGUFWriter, theirs: str, packed: list[Any], kind: Kind, config: Mapping[str, Any]
+) -> None:
+    turned = [_turned(rows, theirs, config, writer.arch) for rows in packed]
+    theirs += ".weight" * theirs.endswith("attn_sinks")
+    data = np.stack(turned) if "_exps" in theirs else turned[0]
+    data = _converted(data, theirs, config, writer.arch)
+    if data.dtype == np.float32:
+        writer.add_tensor(theirs, data)
+    else:
+        writer.add_tensor(theirs, data, raw_dtype=kind)
 
 
 def _tensors(folder: Path) -> dict[str, Any]:
@@ -415,9 +420,6 @@ def _turned(rows: Any, theirs: str, config: Mapping[str, Any], name: str) -> Any
 
 
 def _metadata(config: Mapping[str, Any], name: str, blocks: int) -> dict[str, Any]:
-    inner_is_expert = name in ("minimax-m2", "hunyuan-moe", "gpt-oss")
-    ropes = config.get("rope_parameters") or {}
-    full, local = ropes.get("full_attention", ropes), ropes.get("sliding_attention", {})
     fields = {
         "block_count": blocks,
         "nextn_predict_layers": blocks - config.get("num_hidden_layers", blocks) or None,
@@ -429,20 +431,55 @@ def _metadata(config: Mapping[str, Any], name: str, blocks: int) -> dict[str, An
         "attention.key_length": config.get("head_dim"),
         "attention.value_length": config.get("head_dim"),
         **_norm_metadata(config),
+        **_rope_metadata(config, name),
+        **_expert_metadata(config, name),
+        "attention.sliding_window": config.get("sliding_window"),
+        "attention.sliding_window_pattern": _pattern(config)
+        if name in ("olmo2", "exaone4")
+        else None,
+        "attention.scale": config.get("attention_multiplier"),
+        "embedding_scale": config.get("embedding_multiplier"),
+        "residual_scale": config.get("residual_multiplier"),
+        "logit_scale": config.get("logits_scaling", config.get("logit_scale")),
+        "attn_logit_softcapping": config.get("attn_logit_softcapping"),
+        "final_logit_softcapping": config.get("final_logit_softcapping"),
+    }
+    if name == "deepseek2":
+        fields |= _latent_metadata(config)
+    if name in _DELTA_RULE:
+        fields |= _delta_rule_metadata(config)
+    if name == "granitehybrid":
+        fields |= _mamba_metadata(config)
+    if name.startswith("nemotron_h"):
+        fields |= _nemotron_metadata(config)
+    if name.startswith("lfm2"):
+        fields |= _short_conv_metadata(config)
+    return {f"{name}.{key}": value for key, value in fields.items() if value is not None}
+
+
+def _rope_metadata(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+    ropes = config.get("rope_parameters") or {}
+    full, local = ropes.get("full_attention", ropes), ropes.get("sliding_attention", {})
+    kind = full.get("rope_type")
+    return {
         "rope.dimension_count": int(
             config.get("head_dim", 0) * full.get("partial_rotary_factor", 1)
         ),
         "rope.freq_base": float(full.get("rope_theta", 10000.0)),
         "rope.freq_base_swa": float(local["rope_theta"]) if local else None,
-        "attention.sliding_window": config.get("sliding_window"),
-        "attention.sliding_window_pattern": _pattern(config)
-        if name in ("olmo2", "exaone4")
-        else None,
-        "rope.scaling.type": full["rope_type"]
-        if full.get("rope_type") in ("linear", "yarn")
-        else None,
+        "rope.scaling.type": kind if kind in ("linear", "yarn") else None,
         "rope.scaling.original_context_length": full.get("original_max_position_embeddings"),
         "rope.scaling.factor": full.get("factor"),
+        "rope.scaling.yarn_log_multiplier": full.get("mscale_all_dim")
+        if name == "mistral3"
+        else None,
+        "attention.temperature_scale": full.get("llama_4_scaling_beta"),
+    }
+
+
+def _expert_metadata(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+    inner_is_expert = name in ("minimax-m2", "hunyuan-moe", "gpt-oss")
+    return {
         "expert_count": next((config[name] for name in _EXPERT_COUNTS if config.get(name)), None),
         "expert_used_count": next((config[one] for one in _CHOSEN_COUNTS if one in config), None),
         "expert_feed_forward_length": config.get(
@@ -462,28 +499,7 @@ def _metadata(config: Mapping[str, Any], name: str, blocks: int) -> dict[str, An
             "first_k_dense_replace", config.get("moe_layer_start_index")
         ),
         "interleave_moe_layer_step": config.get("moe_layer_interval"),
-        "attention.scale": config.get("attention_multiplier"),
-        "embedding_scale": config.get("embedding_multiplier"),
-        "residual_scale": config.get("residual_multiplier"),
-        "logit_scale": config.get("logits_scaling", config.get("logit_scale")),
-        "rope.scaling.yarn_log_multiplier": full.get("mscale_all_dim")
-        if name == "mistral3"
-        else None,
-        "attention.temperature_scale": full.get("llama_4_scaling_beta"),
-        "attn_logit_softcapping": config.get("attn_logit_softcapping"),
-        "final_logit_softcapping": config.get("final_logit_softcapping"),
     }
-    if name == "deepseek2":
-        fields |= _latent_metadata(config, full)
-    if name in _DELTA_RULE:
-        fields |= _delta_rule_metadata(config)
-    if name == "granitehybrid":
-        fields |= _mamba_metadata(config)
-    if name.startswith("nemotron_h"):
-        fields |= _nemotron_metadata(config)
-    if name.startswith("lfm2"):
-        fields |= _short_conv_metadata(config)
-    return {f"{name}.{key}": value for key, value in fields.items() if value is not None}
 
 
 def _norm_metadata(config: Mapping[str, Any]) -> dict[str, float]:
@@ -510,18 +526,20 @@ def _delta_rule_metadata(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _kv_heads(config: Mapping[str, Any], kinds: Sequence[str]) -> list[int]:
+    """Of each layer; none where it has no attention."""
+    return [config["num_key_value_heads"] * (kind == "full_attention") for kind in kinds]
+
+
 def _mamba_metadata(config: Mapping[str, Any]) -> dict[str, Any]:
-    heads, experts = config["num_key_value_heads"], config["num_local_experts"]
-    shared = config["shared_intermediate_size"]
+    experts, shared = config["num_local_experts"], config["shared_intermediate_size"]
     return {
         "ssm.conv_kernel": config["mamba_d_conv"],
         "ssm.state_size": config["mamba_d_state"],
         "ssm.group_count": config["mamba_n_groups"],
         "ssm.time_step_rank": config["mamba_n_heads"],
         "ssm.inner_size": config["mamba_expand"] * config["hidden_size"],
-        "attention.head_count_kv": [
-            heads * (kind == "full_attention") for kind in config["layer_types"]
-        ],
+        "attention.head_count_kv": _kv_heads(config, config["layer_types"]),
         "feed_forward_length": config["intermediate_size"] if experts else shared,
         "expert_shared_feed_forward_length": shared,
         "expert_used_count": config["num_experts_per_tok"] if experts else None,
@@ -529,7 +547,7 @@ def _mamba_metadata(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _nemotron_metadata(config: Mapping[str, Any]) -> dict[str, Any]:
-    kinds, heads = config["layers_block_type"], config["num_key_value_heads"]
+    kinds = config["layers_block_type"]
     widths = {"mlp": config["intermediate_size"], "moe": config["moe_intermediate_size"]}
     is_mixture = "moe" in kinds
     shared = config["moe_shared_expert_intermediate_size"] if is_mixture else None
@@ -539,26 +557,24 @@ def _nemotron_metadata(config: Mapping[str, Any]) -> dict[str, Any]:
         "ssm.group_count": config["n_groups"],
         "ssm.time_step_rank": config["mamba_num_heads"],
         "ssm.inner_size": config["mamba_num_heads"] * config["mamba_head_dim"],
-        "attention.head_count_kv": [heads * (kind == "full_attention") for kind in kinds],
+        "attention.head_count_kv": _kv_heads(config, kinds),
         "feed_forward_length": [widths.get(kind, 0) for kind in kinds],
         "expert_shared_feed_forward_length": shared,
     }
 
 
 def _short_conv_metadata(config: Mapping[str, Any]) -> dict[str, Any]:
-    heads = config["num_key_value_heads"]
     return {
         "shortconv.l_cache": config["conv_L_cache"],
-        "attention.head_count_kv": [
-            heads * (kind == "full_attention") for kind in config["layer_types"]
-        ],
+        "attention.head_count_kv": _kv_heads(config, config["layer_types"]),
         "leading_dense_block_count": config.get("num_dense_layers"),
         "expert_gating_func": 2 if "num_dense_layers" in config else None,
     }
 
 
-def _latent_metadata(config: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, Any]:
+def _latent_metadata(config: Mapping[str, Any]) -> dict[str, Any]:
     rotary, rank = config["qk_rope_head_dim"], config["kv_lora_rank"]
+    rope = config["rope_parameters"]
     scaled = rope.get("mscale_all_dim")
     return {
         "attention.head_count_kv": 1,

@@ -356,8 +356,7 @@ def write_model(
         "eos_token_id": 258,
         "pad_token_id": 256,
     }
-    settings |= FAMILY_FIELDS.get(family, {})
-    settings |= overrides
+    settings |= FAMILY_FIELDS.get(family, {}) | overrides
     kind: Any = AutoModelForCausalLM
     if family in SIGHT:
         tied = settings["tie_word_embeddings"]
@@ -369,27 +368,31 @@ def write_model(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = kind.from_config(config)
-        for name, parameter in model.named_parameters():
-            if name.endswith(CORRECTIONS):
-                parameter.data.normal_(0, 0.1)
-            elif name.endswith(("bias", "sinks")):
-                parameter.data.normal_(0, 0.2)
-            elif name.endswith("A_log"):
-                # States that last for some tens of tokens.
-                parameter.data.normal_(-3, 1)
-            elif parameter.dim() == 1:
-                # Gemma and Qwen3.5 add 1 to the weights of their norms.
-                offset = family.startswith(ADD_ONE) and not name.endswith("linear_attn.norm.weight")
-                parameter.data.normal_(0 if offset else 1, 0.1)
-            else:
-                parameter.data.normal_(0, parameter.shape[-1] ** -0.5)
-        for name, buffer in model.named_buffers():
-            if name.endswith(CORRECTIONS):
-                buffer.normal_(0, 0.1)
+        _randomize_weights(model, family)
     folder.mkdir(parents=True, exist_ok=True)
     model.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size=max_shard_size)
     _write_tokenizer(folder)
     return folder
+
+
+def _randomize_weights(model: Any, family: str) -> None:
+    for name, parameter in model.named_parameters():
+        if name.endswith(CORRECTIONS):
+            parameter.data.normal_(0, 0.1)
+        elif name.endswith(("bias", "sinks")):
+            parameter.data.normal_(0, 0.2)
+        elif name.endswith("A_log"):
+            # States that last for some tens of tokens.
+            parameter.data.normal_(-3, 1)
+        elif parameter.dim() == 1:
+            # Gemma and Qwen3.5 add 1 to the weights of their norms.
+            offset = family.startswith(ADD_ONE) and not name.endswith("linear_attn.norm.weight")
+            parameter.data.normal_(0 if offset else 1, 0.1)
+        else:
+            parameter.data.normal_(0, parameter.shape[-1] ** -0.5)
+    for name, buffer in model.named_buffers():
+        if name.endswith(CORRECTIONS):
+            buffer.normal_(0, 0.1)
 
 
 def add_draft_layer(folder: Path) -> Path:

@@ -7,8 +7,6 @@ it is. A model in shards (:mod:`molink.checkpoint.manifest`) keeps its files as 
 known only for whole shards.
 """
 
-import json
-import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -18,7 +16,7 @@ from molink.checkpoint.config import ModelConfig
 from molink.checkpoint.low_bit import LowBitScheme
 from molink.checkpoint.manifest import CHUNK_BYTES, HashedEntry, Manifest, ManifestEntry, ShardEntry
 from molink.checkpoint.prequantized import required_tensors
-from molink.checkpoint.safetensors_header import TensorRequirement, TensorSpec
+from molink.checkpoint.safetensors_header import TensorRequirement, TensorSpec, encode_header
 from molink.checkpoint.tensor_layout import (
     EMBEDDING_NAME,
     TensorShapes,
@@ -29,8 +27,6 @@ from molink.errors import BrokenModel
 from molink.facts.layer_range import format_layers
 from molink.facts.model import Quantize
 
-#: Alignment of a safetensors file's data, in bytes.
-_ALIGNMENT = 8
 #: Chunks of a shard requested from the hub together, 3 MB: each request takes a round trip.
 RUN_CHUNKS = 16
 
@@ -157,19 +153,12 @@ def plan_group(
         UnsupportedModel: the weights' quantization is not implemented.
     """
     wanted = required_tensors(shapes, quantized, tensors, low_bit)
-    entries: dict[str, object] = {}
-    end = 0
-    for name, stored in wanted.items():
-        part = _check_tensor(name, tensors.get(name), stored)
-        entries[name] = {
-            "dtype": part.dtype,
-            "shape": list(part.shape),
-            "data_offsets": [end, end + part.nbytes],
-        }
-        end += part.nbytes
-    header = _encode_header(entries)
-    placed = tuple(tensors[name] for name in wanted)
-    return GroupPlan(group_file(group), header, placed, len(header) + end)
+    parts = {
+        name: _check_tensor(name, tensors.get(name), stored) for name, stored in wanted.items()
+    }
+    header = encode_header(parts)
+    nbytes = len(header) + sum(part.nbytes for part in parts.values())
+    return GroupPlan(group_file(group), header, tuple(parts.values()), nbytes)
 
 
 def split_part(part: ManifestEntry, offset: int = 0) -> Iterator[ChunkRun]:
@@ -190,9 +179,3 @@ def _check_tensor(name: str, found: T | None, stored: TensorRequirement) -> T:
             f"{list(stored.shape)} in one of {', '.join(stored.dtypes)}"
         )
     return found
-
-
-def _encode_header(entries: dict[str, object]) -> bytes:
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % _ALIGNMENT)
-    return struct.pack("<Q", len(text)) + text
