@@ -117,7 +117,7 @@ def read_openapi() -> dict[str, Any]:
     from molinkd.api.openapi import encode_document
 
     # The routes ask nothing of a backend before a request comes.
-    app = create_app(Mock(), ApiSettings(), Mock())
+    app = create_app(Mock(), ApiSettings(), Mock(), Mock())
     document: dict[str, Any] = json.loads(encode_document(app))
     return document
 

@@ -72,7 +72,11 @@ def test_openai(url: str, answer: str) -> None:
 
 
 def test_ollama(of_ollama: ollama.Client, answer: str) -> None:
-    assert [one.model for one in of_ollama.list().models] == [NAME]
+    (listed,) = of_ollama.list().models
+    assert listed.model == NAME
+    assert listed.details is not None
+    assert (listed.details.parameter_size, listed.details.quantization_level) == ("5.25M", "BF16")
+    assert of_ollama.pull(NAME).status == "success"
     assert (
         of_ollama.ps().models[0].context_length
         == of_ollama.show(NAME).modelinfo["qwen2.context_length"]

@@ -75,6 +75,8 @@ class FakeBackend:
     task: ModelTask = GENERATE
     hidden_size: int = 0
     adapters: tuple[str, ...] = ()
+    parameters: int = 0
+    quantization: str = ""
     #: Served beside it, with the same tokenizer.
     others: Sequence[ServedModel] = ()
     #: What ``molink status --json`` would say, and how often it was asked for.
@@ -105,6 +107,8 @@ class FakeBackend:
                 task=self.task,
                 hidden_size=self.hidden_size,
                 adapters=self.adapters,
+                parameters=self.parameters,
+                quantization=self.quantization,
             ),
             *self.others,
         ]

@@ -5,6 +5,10 @@ the answer), and DNS rebinding makes it look like the same site. So the ``Host``
 this endpoint, the ``Origin`` must be its own or an allowed one, and a ``POST`` must be JSON, which
 no form can send. Ollama's clients send JSON without a content type, or with ``curl``'s default;
 their routes accept that unless the browser marks the request as cross-site.
+
+What changes the swarm needs the owner's token, which is new at each start and lies in a file that
+only this PC's user can read: other users of the PC, and clients with an API key, have no such
+right. Browsers never send it by themselves, so a page of another site cannot use it either.
 """
 
 import hmac
@@ -28,6 +32,7 @@ OLLAMA_PREFIX = "/api/"
 _FORM_TYPE = "application/x-www-form-urlencoded"
 _CLIENT_NAME = web.RequestKey("caller", str)
 _CLIENT_ID = web.RequestKey("client", str)
+_IS_OWNER = web.RequestKey("is_owner", bool)
 
 
 class AccessGuard:
@@ -35,6 +40,7 @@ class AccessGuard:
 
     def __init__(self, settings: ApiSettings) -> None:
         self._keys = settings.keys
+        self._owner_token = settings.owner_token.encode()
         #: Random client ids sent to other PCs in place of a key or its name.
         self._client_ids = {name: secrets.token_hex(8) if name else "" for name, _ in self._keys}
         self.origins = AllowedOrigins(settings.cors_origins)
@@ -63,8 +69,13 @@ class AccessGuard:
             _check_content(request)
         preflight = request.method == hdrs.METH_OPTIONS  # browsers send it without the key
         is_open = request.path in PUBLIC_PATHS or request.path.startswith(PAGE_PREFIX)
-        if self._keys and not is_open and not preflight:
-            name = self._authenticate(request)
+        given = _given_key(request)
+        if self._owner_token and hmac.compare_digest(given, self._owner_token):
+            request[_IS_OWNER] = True
+            if self._keys:
+                request[_CLIENT_NAME], request[_CLIENT_ID] = "", ""
+        elif self._keys and not is_open and not preflight:
+            name = self._authenticate(given)
             request[_CLIENT_NAME], request[_CLIENT_ID] = name, self._client_ids[name]
 
     def _is_own_host(self, host: str) -> bool:
@@ -89,11 +100,7 @@ class AccessGuard:
                     "invalid_origin",
                 )
 
-    def _authenticate(self, request: web.BaseRequest) -> str:
-        scheme, _, key = request.headers.get(hdrs.AUTHORIZATION, "").partition(" ")
-        if scheme.lower() != "bearer":
-            key = request.headers.get("X-Api-Key", "")  # Anthropic's clients use this header
-        given = key.strip().encode("utf-8", "surrogateescape")
+    def _authenticate(self, given: bytes) -> str:
         # Compare all keys, so that timing reveals nothing.
         found = [name for name, own in self._keys if hmac.compare_digest(given, own.encode())]
         if not found:
@@ -101,6 +108,33 @@ class AccessGuard:
             problem = Problem(401, text, "authentication_error", None, "invalid_api_key")
             raise ProblemError(problem)
         return found[0]
+
+
+def _given_key(request: web.BaseRequest) -> bytes:
+    """Return the key or token that ``request`` carries; empty without one."""
+    scheme, _, key = request.headers.get(hdrs.AUTHORIZATION, "").partition(" ")
+    if scheme.lower() != "bearer":
+        key = request.headers.get("X-Api-Key", "")  # Anthropic's clients use this header
+    return key.strip().encode("utf-8", "surrogateescape")
+
+
+def is_owner(request: web.BaseRequest) -> bool:
+    """Whether ``request`` carries the token of this PC's owner."""
+    return _IS_OWNER in request
+
+
+def require_owner(request: web.BaseRequest) -> None:
+    """Check that ``request`` comes from this PC's owner.
+
+    Raises:
+        ProblemError: it does not (403).
+    """
+    if not is_owner(request):
+        raise _forbidden(
+            "only the owner of this PC may do this: open the address that `molink page` prints, or "
+            "send the token of `molink page --token` as `Authorization: Bearer TOKEN`",
+            "owner_only",
+        )
 
 
 def client_name(request: web.BaseRequest) -> str:

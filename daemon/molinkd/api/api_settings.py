@@ -21,6 +21,7 @@ class ApiSettings:
     ``cors_origins`` are other pages that may use the endpoint (see :class:`AllowedOrigins`).
     ``share_prefix_cache`` lets clients with different keys share cached prompts (see
     :mod:`molinkd.api.cache_salts`). ``max_choices`` limits prompts × ``n`` of one request.
+    ``owner_token`` is the secret of this PC's owner, empty if nobody may change the swarm here.
 
     Raises:
         UsageError: the settings are invalid or would expose the endpoint without a key.
@@ -29,6 +30,7 @@ class ApiSettings:
     host: str = "127.0.0.1"
     api_key: str | None = None
     api_keys: Mapping[str, str] = field(default_factory=dict)
+    owner_token: str = field(default="", repr=False)
     allowed_hosts: tuple[str, ...] = ()
     cors_origins: tuple[str, ...] = ()
     share_prefix_cache: bool = False

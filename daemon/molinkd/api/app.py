@@ -8,6 +8,7 @@ from aiohttp import web
 from msgspec import json
 
 from molinkd.api.access_guard import OLLAMA_PREFIX, AccessGuard, client_name
+from molinkd.api.administration import Administration
 from molinkd.api.anthropic.encoder import encode_envelope as message_envelope
 from molinkd.api.anthropic.routes import MESSAGES_PREFIX, MessageRoutes
 from molinkd.api.api_settings import ApiSettings
@@ -17,9 +18,11 @@ from molinkd.api.chat_page import ChatPage
 from molinkd.api.connections import PROBE_PATHS, EndpointProtocol, assign_request_id, get_request_id
 from molinkd.api.generation_handler import GenerationHandler, RunningAnswers
 from molinkd.api.ignored_fields import add_ignored_fields
+from molinkd.api.lm_studio import LMStudioRoutes
 from molinkd.api.metrics import RequestRecorder, create_registry, render_metrics
 from molinkd.api.model_catalog import ModelCatalog
 from molinkd.api.ollama.encoder import encode_envelope as ollama_envelope
+from molinkd.api.ollama.pull_route import PullRoute
 from molinkd.api.ollama.routes import OllamaRoutes
 from molinkd.api.openai.routes import OpenAIRoutes
 from molinkd.api.openapi import OpenAPIRoute
@@ -52,9 +55,15 @@ _NO_RETRY_AFTER_S = 3.0
 _CLIENT_CLOSED_REQUEST = "499"
 
 
-def create_app(backend: Backend, settings: ApiSettings, reader: PromptTokenizer) -> web.Application:
+def create_app(
+    backend: Backend,
+    settings: ApiSettings,
+    reader: PromptTokenizer,
+    administration: Administration | None = None,
+) -> web.Application:
     """Create the application that serves ``backend``; ``reader`` tokenizes prompts.
 
+    Without ``administration`` there are no routes for the owner.
     Run it with ``handler_cancellation=True``, as ``EndpointServer`` does, so that a client's
     disconnect cancels its generation.
     """
@@ -72,12 +81,16 @@ def create_app(backend: Backend, settings: ApiSettings, reader: PromptTokenizer)
         generator.running_answers,
         share_prefix_cache=settings.share_prefix_cache,
     )
+    if administration is not None:
+        pull = PullRoute(administration, bodies, catalog, settings.stall_timeout_s)
+        app.add_routes(pull.routes)
     for table in (
         OpenAIRoutes(backend, bodies, catalog, generator).routes,
         _StatusRoutes(backend, recorder).routes,
         EmbeddingRoutes(bodies, catalog, pooler).routes,
         RerankRoutes(bodies, catalog, pooler).routes,
         OllamaRoutes(backend, bodies, catalog, generator).routes,
+        LMStudioRoutes(backend, catalog).routes,
         ResponseRoutes(bodies, generator).routes,
         MessageRoutes(bodies, generator).routes,
         OpenAPIRoute().routes,

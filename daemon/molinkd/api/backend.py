@@ -17,7 +17,8 @@ class ServedModel:
     ``folder`` is a local folder with at least config, tokenizer and chat template; its weights may
     be on other peers. ``max_model_len`` is in tokens. Requests of up to ``original_max_model_len``
     tokens use the original position embeddings (LongRoPE); 0: no such limit. ``size`` is the size
-    of all weights in bytes, 0 if unknown. ``root`` identifies the model's content, ``task`` is what
+    of all weights in bytes, ``parameters`` their number; 0 if unknown. ``quantization`` names the
+    form in which they are stored. ``root`` identifies the model's content, ``task`` is what
     it is made for, and ``hidden_size`` is the length of its rows. ``adapters`` are the names of its
     adapters; each is a model of its own for clients, whose ``base`` is this one's name.
     """
@@ -33,6 +34,8 @@ class ServedModel:
     hidden_size: int = 0
     adapters: tuple[str, ...] = ()
     base: str = ""
+    parameters: int = 0
+    quantization: str = ""
 
     @property
     def pipeline_model(self) -> str:

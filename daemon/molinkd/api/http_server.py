@@ -19,6 +19,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, cast
 
 from molink.errors import PortInUse, UsageError
+from molinkd.api.administration import Administration
 from molinkd.api.api_settings import ApiSettings
 from molinkd.api.backend import Backend
 
@@ -64,9 +65,11 @@ class EndpointServer:
         backend: Backend,
         settings: ApiSettings,
         make_tokenizer: "Callable[[], PromptTokenizer]",
+        administration: Administration | None = None,
     ) -> None:
         """What ``make_tokenizer()`` returns is closed with the endpoint."""
         self._make_tokenizer = make_tokenizer
+        self._administration = administration
         self._backend = backend
         self._settings = settings
         self._thread: threading.Thread | None = None
@@ -179,7 +182,7 @@ class EndpointServer:
         from molinkd.api.connections import Connections
 
         tokenizer = self._make_tokenizer()
-        app = create_app(self._backend, self._settings, tokenizer)
+        app = create_app(self._backend, self._settings, tokenizer, self._administration)
         runner = web.AppRunner(
             app,
             handler_cancellation=True,

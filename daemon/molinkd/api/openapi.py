@@ -10,7 +10,12 @@ from msgspec import json
 import molink
 from molinkd.api.access_guard import PAGE_PREFIX
 from molinkd.api.anthropic.schema import CountTokensRequest, MessageRequest
-from molinkd.api.ollama.schema import ChatRequest, GenerateRequest, ModelReference
+from molinkd.api.ollama.schema import (
+    ChatRequest,
+    GenerateRequest,
+    ModelReference,
+    PullRequest,
+)
 from molinkd.api.openai.schema import ChatBody, CompletionBody
 from molinkd.api.pooling.schema import (
     EmbeddingBody,
@@ -30,6 +35,7 @@ REQUEST_BODIES: dict[str, type[msgspec.Struct]] = {
     "/api/chat": ChatRequest,
     "/api/generate": GenerateRequest,
     "/api/show": ModelReference,
+    "/api/pull": PullRequest,
     "/v1/embeddings": EmbeddingBody,
     "/api/embed": OllamaEmbedBody,
     "/api/embeddings": OllamaEmbeddingsBody,

@@ -3,51 +3,20 @@
 import asyncio
 import importlib
 import json
-import re
 import sys
+import time
 import unicodedata
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, suppress
-from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
 from rich.console import Console
 
 from molink.errors import ModelNotFound, MolinkError, RequestError, Unavailable, UsageError
+from molinkd.cli.conversation import FORMAT_COMMAND, QUOTES, Conversation, run_command
 
 _TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=600)
-#: Paths and questions that start with a slash are not commands.
-_COMMAND = re.compile(r"/[A-Za-z?]+$")
-#: Formats a command of molink for a hint if no home is known.
-_FORMAT_COMMAND = "`molink {}`".format
-_HELP = "/clear resets the conversation, /exit quits, Ctrl-C stops an answer"
-
-
-@dataclass(slots=True)
-class Conversation:
-    """The state sent with each question. ``options`` are extra request fields.
-
-    ``format_command`` is ``Home.format_command`` of the endpoint's home.
-    """
-
-    base_url: str
-    model: str
-    api_key: str | None = None
-    system: str | None = None
-    options: dict[str, Any] = field(default_factory=dict)
-    messages: list[dict[str, str]] = field(default_factory=list)
-    format_command: Callable[[str], str] = _FORMAT_COMMAND
-
-    def clear(self) -> None:
-        """Forget all messages."""
-        self.messages.clear()
-
-    def request_body(self) -> dict[str, Any]:
-        """Return the request for the next answer."""
-        first = [] if self.system is None else [{"role": "system", "content": self.system}]
-        messages = [*first, *self.messages]
-        return {**self.options, "model": self.model, "messages": messages, "stream": True}
 
 
 class EventParser:
@@ -71,7 +40,7 @@ def run_chat(
     system: str | None = None,
     max_tokens: int | None = None,
     temperature: float | None = None,
-    format_command: Callable[[str], str] = _FORMAT_COMMAND,
+    format_command: Callable[[str], str] = FORMAT_COMMAND,
 ) -> int:
     """Chat with the model at ``base_url`` (which ends with ``/v1``); returns an exit code.
 
@@ -87,7 +56,7 @@ def run_chat(
     try:
         with asyncio.Runner() as runner:
             conversation = Conversation(
-                base_url, model or "", api_key, system, options, format_command=format_command
+                base_url, model or "", api_key, system, options, [], format_command
             )
             conversation.model = model or runner.run(_first_model(conversation))
             if text is not None:
@@ -113,28 +82,32 @@ def _interactive(runner: asyncio.Runner, conversation: Conversation, errors: Con
     with suppress(ImportError):  # line editing and history, if available
         importlib.import_module("readline")
     model = _printable(conversation.model)
-    console.print(f"{model} at {conversation.base_url}. {_HELP}.", style="dim", markup=False)
+    about = f"{model} at {conversation.base_url}. /help lists the commands, /bye quits."
+    console.print(about, style="dim", markup=False)
     while True:
         try:
-            question = console.input("[bold cyan]you[/] › ").strip()
+            question, is_quoted = _read_question(console)
+            shown = None if is_quoted else run_command(conversation, question)
         except (EOFError, KeyboardInterrupt):
             console.print()
             return 0
-        match question:
-            case "":
-                continue
-            case "/exit" | "/quit":
-                return 0
-            case "/clear":
-                conversation.clear()
-                console.print("Conversation cleared.", style="dim")
-            case "/help" | "/?":
-                console.print(_HELP, style="dim")
-            case _ if _COMMAND.match(question):
-                text = f"Unknown command '{_printable(question)}'. Commands: /clear, /exit"
-                console.print(text, style="dim", markup=False)
-            case _:
-                _ask_question(runner, conversation, question, console, errors)
+        except UsageError as error:
+            shown = str(error)
+        if shown is None and question:
+            _ask_question(runner, conversation, question, console, errors)
+        elif shown:
+            console.print(_printable(shown), style="dim", markup=False, soft_wrap=True)
+
+
+def _read_question(console: Console) -> tuple[str, bool]:
+    """Read a line, or the lines between two :data:`QUOTES`; says whether they were quoted."""
+    text = console.input("[bold cyan]you[/] › ").strip()
+    if not text.startswith(QUOTES):
+        return text, False
+    text = text.removeprefix(QUOTES)
+    while not text.endswith(QUOTES):
+        text += "\n" + console.input("[dim]...[/] ").rstrip()
+    return text.removesuffix(QUOTES).strip(), True
 
 
 def _ask_question(
@@ -161,9 +134,11 @@ async def _print_answer(conversation: Conversation, console: Console) -> None:
     """Stream the next answer to the console and keep it, even if it is stopped."""
     answer: list[str] = []
     thinks = False
+    began, first = time.monotonic(), 0.0
     try:
         async with aclosing(stream_answer(conversation)) as pieces:
             async for thought, piece in pieces:
+                first = first or time.monotonic()
                 if thought and console.is_terminal:
                     thinks = True
                     console.out(_printable(thought), style="dim", end="", highlight=False)
@@ -174,9 +149,19 @@ async def _print_answer(conversation: Conversation, console: Console) -> None:
                 console.out(_printable(piece), end="", highlight=False)
                 console.file.flush()
         console.print()
+        if conversation.is_verbose:
+            text = _describe_usage(conversation.usage, first - began, time.monotonic() - first)
+            console.print(text, style="dim", markup=False)
     finally:
         if text := "".join(answer):
             conversation.messages.append({"role": "assistant", "content": text})
+
+
+def _describe_usage(usage: dict[str, int], first_s: float, answer_s: float) -> str:
+    """Describe an answer's tokens, the seconds to the first one, and those of the others."""
+    prompt, tokens = usage.get("prompt_tokens", 0), usage.get("completion_tokens", 0)
+    rate = f", {(tokens - 1) / answer_s:.1f} tokens/s" if tokens > 1 and answer_s > 0 else ""
+    return f"{prompt} prompt tokens, first token in {first_s:.2f} s, {tokens} tokens{rate}"
 
 
 async def stream_answer(conversation: Conversation) -> AsyncGenerator[tuple[str, str], None]:
@@ -199,6 +184,7 @@ async def stream_answer(conversation: Conversation) -> AsyncGenerator[tuple[str,
                     if event == b"[DONE]":
                         return
                     added = json.loads(event)
+                    conversation.usage = added.get("usage") or {}
                     yield _reasoning(added), _content(added)
     except (aiohttp.ClientError, TimeoutError) as error:
         raise _unreachable(conversation, error) from error

@@ -14,6 +14,7 @@ _COMMANDS = (
     ("join", "daemon_verbs:join", "Add this PC to a swarm, by token or by approval."),
     ("demo", "daemon_verbs:demo", "Try a whole swarm on this PC with a small model."),
     ("chat", "swarm_verbs:chat", "Chat with a model, or ask one question."),
+    ("page", "page:page", "Print the chat page's address, with the right to change the swarm."),
     (
         "status",
         "swarm_verbs:status",

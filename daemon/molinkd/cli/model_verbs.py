@@ -12,19 +12,15 @@ from urllib.parse import quote
 import typer
 from rich.console import Console
 
-from molink.checkpoint import hub
-from molink.checkpoint.model_folder import ModelFolder
 from molink.checkpoint.model_names import DEMO_MODEL_NAME, short_name
 from molink.checkpoint.model_source import (
     check_model_name,
     expand_short_name,
     find_catalog_entry,
     find_local_model,
-    find_model,
-    is_repository,
     name_local_model,
 )
-from molink.errors import BrokenModel, Unavailable, UsageError
+from molink.errors import Unavailable, UsageError
 from molink.facts.layer_range import parse_layers
 from molink.plaintext import printable
 from molink.swarm.artifacts.transfer import TransferRate
@@ -38,6 +34,7 @@ from molinkd.cli.swarm_capacity import check_fit
 from molinkd.cli.swarm_verbs import HomeOption
 from molinkd.cli.transfer_line import TransferLine
 from molinkd.cli.transfer_progress import POLL_INTERVAL_S, run_with_progress, show_progress
+from molinkd.peer.artifacts.pulling import fetch_whole_model
 from molinkd.peer.artifacts.transfers import Progress
 from molinkd.peer.home import Home
 
@@ -61,25 +58,10 @@ def pull(
     if layers is not None and part is None:
         raise UsageError(f"--layers must be A-B, such as 1-12, not {layers!r}")
     model = resolve_model_name(model)
-    from_hub = is_repository(model) and find_local_model(model) is None
     stop, progress = threading.Event(), Progress(source="the hub")
 
-    def have(*, compare: bool = False) -> Path:
-        if from_hub and part is not None:
-            path = hub.pull_model(model, progress, stop, part)
-        else:
-            into = Home.find_home().unpacked
-            path = find_model(model, progress, stop, unpack_into=into, compare=compare).path
-        ModelFolder.open(path, part)
-        return path
-
     def get() -> Path:
-        try:
-            return have()
-        except BrokenModel:
-            if find_local_model(model) is not None or part is not None:
-                raise
-            return have(compare=True)
+        return fetch_whole_model(model, Home.find_home(), progress, stop, part)
 
     path = run_with_progress(get, model, progress, stop)
     if as_json:

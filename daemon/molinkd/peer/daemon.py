@@ -41,6 +41,7 @@ from molinkd.peer.chosen_ports import check_chosen_ports
 from molinkd.peer.control_service import ControlService, LeaderQueries, UserCommands
 from molinkd.peer.election.leadership import Leadership, ReplicaFile
 from molinkd.peer.frontend.api_endpoint import ApiEndpoint
+from molinkd.peer.frontend.local_administration import LocalAdministration
 from molinkd.peer.home import Home, HomeLock, RunFile
 from molinkd.peer.launch import (
     Announce,
@@ -420,17 +421,21 @@ class Daemon:
         )
         # All say goodbye together, so that the ring is re-formed once.
         stack.push_async_callback(lambda: asyncio.gather(node.send_goodbye(), devices.close()))
-        api_key = ""
+        api_key = owner_token = ""
         if not self._launch.pc:
-            endpoint = ApiEndpoint(self._settings, node.backend)
+            endpoint = ApiEndpoint(self._settings, node.backend, LocalAdministration(self._home))
             await endpoint.start()
             stack.push_async_callback(endpoint.close)  # answers finish before the goodbye
-            url, api_key = endpoint.url, endpoint.api_key
+            url, api_key, owner_token = endpoint.url, endpoint.api_key, endpoint.owner_token
         node.start(measured)
         self._node = node
         here = local_dial_host(self._settings.host)
         note = RunFile.of_this_process(
-            resources.server.port, url, control_host=here, api_key=api_key
+            resources.server.port,
+            url,
+            control_host=here,
+            api_key=api_key,
+            owner_token=owner_token,
         )
         note.save_file(self._home.run_file)
         stack.callback(retry_while_busy, partial(self._home.run_file.unlink, missing_ok=True))

@@ -230,6 +230,8 @@ class RunFile(msgspec.Struct, frozen=True, kw_only=True):
     demo: tuple[str, ...] = ()
     #: An API key of the endpoint, for this user's commands; empty if it needs none.
     api_key: str = ""
+    #: The owner's token of the endpoint (:mod:`molinkd.api.access_guard`).
+    owner_token: str = ""
 
     @classmethod
     def of_this_process(
@@ -239,6 +241,7 @@ class RunFile(msgspec.Struct, frozen=True, kw_only=True):
         demo: tuple[str, ...] = (),
         control_host: str = "127.0.0.1",
         api_key: str = "",
+        owner_token: str = "",
     ) -> "RunFile":
         """The run file of the calling process."""
         process = psutil.Process()
@@ -250,6 +253,7 @@ class RunFile(msgspec.Struct, frozen=True, kw_only=True):
             control_host=control_host,
             demo=demo,
             api_key=api_key,
+            owner_token=owner_token,
         )
 
     def save_file(self, path: Path) -> None:

@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
+from molinkd.api.administration import Administration
 from molinkd.api.api_settings import ApiSettings
 from molinkd.api.app import create_app
 from molinkd.api.http_server import EndpointServer
 from tests.molinkd.cli.top import swarms
+from tests.support.fake_administration import FakeAdministration
 from tests.support.fake_backend import FakeBackend, build_model
 from tests.support.inline_reader import InlineReader
 from tools.browser import Browser, find_driver
@@ -29,9 +31,13 @@ def backend(model_folder: Path) -> FakeBackend:
 
 @asynccontextmanager
 async def open_client(
-    backend: FakeBackend, settings: ApiSettings | None = None
+    backend: FakeBackend,
+    settings: ApiSettings | None = None,
+    administration: Administration | None = None,
 ) -> AsyncIterator[TestClient]:
-    server = TestServer(create_app(backend, settings or ApiSettings(), InlineReader()))
+    owner = administration or FakeAdministration()
+    app = create_app(backend, settings or ApiSettings(), InlineReader(), owner)
+    server = TestServer(app)
     async with TestClient(server) as client:
         yield client
 

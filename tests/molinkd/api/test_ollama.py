@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import ollama
@@ -11,6 +12,7 @@ from aiohttp.test_utils import TestClient
 
 from molink.errors import Unavailable
 from molinkd.api.http_server import EndpointServer
+from tests.molinkd.cli.top.swarms import GB, ring
 from tests.support.fake_backend import CONTEXT, FakeBackend
 
 HI: Any = [{"role": "user", "content": "hi"}]
@@ -23,14 +25,44 @@ def ask(endpoint: EndpointServer) -> Iterator[ollama.Client]:
     client._client.close()
 
 
-def test_models(ask: ollama.Client) -> None:
+def test_models(ask: ollama.Client, backend: FakeBackend) -> None:
+    backend.parameters, backend.quantization = 8_190_000_000, "none (bf16)"
+    backend.swarm = ring(["attic", "desk"], model="tiny")
     listed = ask.list().models[0]
     assert listed.model == "tiny"
+    assert listed.details is not None
+    assert listed.details.parameter_size == "8.2B"
+    assert listed.details.quantization_level == "BF16"
     assert ask.show("tiny:latest").modelinfo == {
         "general.architecture": "unknown",
+        "general.parameter_count": 8_190_000_000,
         "unknown.context_length": CONTEXT,
     }
-    assert ask.ps().models[0].context_length == CONTEXT
+    running = ask.ps().models[0]
+    assert running.context_length == CONTEXT
+    assert running.size_vram == 6 * GB  # two cards with 3 GB of weights each
+
+
+def test_sampling_defaults_are_shown_as_parameters(ask: ollama.Client, model_folder: Path) -> None:
+    path = model_folder / "generation_config.json"
+    path.write_text('{"temperature": 0.7, "top_k": 20}', encoding="utf-8")
+    try:
+        assert ask.show("tiny").parameters == "temperature 0.7\ntop_k 20"
+    finally:
+        path.unlink()
+
+
+async def test_models_of_lm_studio(client: TestClient, backend: FakeBackend) -> None:
+    backend.quantization = "Q4_K"
+    listed = (await (await client.get("/api/v0/models")).json())["data"]
+    one = await (await client.get("/api/v0/models/tiny")).json()
+    assert listed == [one]
+    assert (one["id"], one["type"], one["state"]) == ("tiny", "llm", "loaded")
+    assert (one["quantization"], one["loaded_context_length"]) == ("Q4_K", CONTEXT)
+    backend.ready_now = False
+    one = await (await client.get("/api/v0/models/tiny")).json()
+    assert one["state"] == "not-loaded"
+    assert (await client.get("/api/v0/models/none")).status == 404
 
 
 def test_chat(ask: ollama.Client, backend: FakeBackend) -> None:

@@ -131,14 +131,84 @@ def test_a_question_from_a_pipe(
 def test_a_conversation(
     endpoint: Endpoint, typing_in: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    typing_in("one", "", "two", "/clear", "/help", "/foo", "three", "/exit", "never")
+    typing_in("one", "", "two", "/clear", "/help", "/foo", "three", "/bye", "never")
     assert run_chat(endpoint.url) == 0
     roles = [[message["content"] for message in body["messages"]] for body in endpoint.bodies]
     answer = "".join(endpoint.pieces)
     assert roles == [["one"], ["one", answer, "two"], ["three"]]
     shown = capsys.readouterr().out
     assert "first at " in shown
-    assert "Unknown command '/foo'. Commands: /clear, /exit" in shown
+    assert "Unknown command '/foo'; /help lists all" in shown
+
+
+def test_commands_change_the_next_requests(
+    endpoint: Endpoint, typing_in: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    typing_in(
+        "/set parameter num_predict 7",
+        "/set parameter temperature warm",
+        "/system Be brief",
+        "/set format json",
+        "/set nothink",
+        "/set verbose",
+        "/model second",
+        "one",
+        "/set parameter num_predict",
+        "/set system",
+        "/set noformat",
+        "/show parameters",
+        "/etc/hosts is what?",
+        "/set nonsense",
+    )
+    assert run_chat(endpoint.url) == 0
+    first, second = endpoint.bodies
+    assert first == {
+        "max_tokens": 7,
+        "response_format": {"type": "json_object"},
+        "chat_template_kwargs": {"enable_thinking": False},
+        "stream_options": {"include_usage": True},
+        "model": "second",
+        "messages": [
+            {"role": "system", "content": "Be brief"},
+            {"role": "user", "content": "one"},
+        ],
+        "stream": True,
+    }
+    assert second["messages"][-1]["content"] == "/etc/hosts is what?"
+    assert second["messages"][0]["role"] == "user"
+    assert not {"max_tokens", "response_format"} & second.keys()
+    shown = capsys.readouterr().out
+    for text in ("must be a number, not 'warm'", "chat_template_kwargs", "can't set 'nonsense'"):
+        assert text in shown
+    assert "0 prompt tokens, first token in " in shown
+
+
+def test_a_question_of_several_lines(endpoint: Endpoint, typing_in: Callable[..., None]) -> None:
+    typing_in('"""one', "/clear", 'three"""', '"""four"""', 'say "hi"')
+    assert run_chat(endpoint.url) == 0
+    asked = [body["messages"][-1]["content"] for body in endpoint.bodies]
+    assert asked == ["one\n/clear\nthree", "four", 'say "hi"']
+
+
+def test_a_saved_conversation_continues(
+    endpoint: Endpoint,
+    typing_in: Callable[..., None],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file, other = tmp_path / "talk.json", tmp_path / "other.json"
+    other.write_text("[1]", encoding="utf-8")
+    typing_in("/system Be brief", "one", f"/save {file}", f"/save {file}", f"/save {other}")
+    assert run_chat(endpoint.url, model="second") == 0
+    typing_in(f"/load {file}", "two", f"/load {tmp_path / 'none'}", "/save", "/show messages")
+    assert run_chat(endpoint.url) == 0
+    assert endpoint.bodies[1]["model"] == "second"
+    contents = [one["content"] for one in endpoint.bodies[1]["messages"]]
+    assert contents == ["Be brief", "one", "".join(endpoint.pieces), "two"]
+    assert other.read_text(encoding="utf-8") == "[1]"
+    shown = capsys.readouterr().out
+    for text in ("is not a conversation", "can't read", "/save needs a name", "user: two"):
+        assert text in shown.replace("\n", " ")
 
 
 @pytest.mark.parametrize("terminal", [False, True])

@@ -18,12 +18,11 @@ from molinkd.api.content_blocks import (
     text_of_kind,
 )
 from molinkd.api.generation_runner import Usage
+from molinkd.api.line_stream import NDJSON
 from molinkd.api.openai.encoder import collect_logprobs, logprob_entries
 from molinkd.api.output_processor import TextPiece
 from molinkd.api.problem import Problem
 from molinkd.api.request_plan import RequestPlan
-
-NDJSON = "application/x-ndjson"
 
 
 def format_now() -> str:

@@ -1,8 +1,11 @@
 """The handlers of Ollama's routes."""
 
 import asyncio
+import re
+from collections import Counter
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from aiohttp import web
@@ -10,6 +13,8 @@ from msgspec import json
 
 from molink.checkpoint.config_fields import read_bytes
 from molink.errors import MolinkError, RequestError
+from molink.swarm.controller.status_schema import decode_status
+from molink.text.generation_defaults import GenerationDefaults
 from molinkd.api.backend import Backend, ServedModel
 from molinkd.api.body_reader import BodyReader
 from molinkd.api.generation_handler import ClientRequest, GenerationHandler, json_response
@@ -23,6 +28,8 @@ from molinkd.api.tool_validation import model_capabilities
 
 #: The emulated version of Ollama; clients check it for features.
 OLLAMA_VERSION = "0.12.0"
+#: The form of weights that are not quantized: ``none (bf16)``.
+_PLAIN_FORM = re.compile(r"none \((.+)\)")
 #: The ``expires_at`` of models, which stay loaded.
 _NEVER_EXPIRES = "2318-01-01T00:00:00Z"
 
@@ -90,10 +97,12 @@ class OllamaRoutes:
         """``GET /api/ps``: models that are ready."""
         models = self.catalog.list_models()
         ready = [model for model in models if self.backend.is_ready(model.pipeline_model)]
+        gpu_bytes = await self._count_gpu_bytes() if ready else {}
         found = [
             {
                 **await _model_json(model),
                 "expires_at": _NEVER_EXPIRES,
+                "size_vram": gpu_bytes.get(model.pipeline_model, 0),
                 "context_length": model.max_model_len,
             }
             for model in ready
@@ -109,12 +118,15 @@ class OllamaRoutes:
         model, template = loaded_model.model, loaded_model.tokenizer.chat_template
         model_json = await _model_json(model)
         family = model_json["details"]["family"]
-        sizes, capabilities = {}, ["completion", *model_capabilities(loaded_model)]
+        sizes = {"general.parameter_count": model.parameters} if model.parameters else {}
+        if model.hidden_size:
+            sizes[f"{family}.embedding_length"] = model.hidden_size
+        capabilities = ["completion", *model_capabilities(loaded_model)]
         if model.task.name == "embed":
-            sizes, capabilities = {f"{family}.embedding_length": model.hidden_size}, ["embedding"]
+            capabilities = ["embedding"]
         found = {
             "modelfile": "",
-            "parameters": "",
+            "parameters": _format_defaults(loaded_model.tokenizer.defaults),
             "template": "" if template is None else template.source,
             "details": model_json["details"],
             "model_info": {
@@ -126,6 +138,20 @@ class OllamaRoutes:
             "modified_at": model_json["modified_at"],
         }
         return json_response(json.encode(found))
+
+    async def _count_gpu_bytes(self) -> dict[str, int]:
+        """Return the bytes of weights on GPUs, by model; empty if the status is unavailable."""
+        found: Counter[str] = Counter()
+        try:
+            status = decode_status(await self.backend.fetch_status())
+        except MolinkError:
+            return found
+        models = {one.id: one.model or status.model or "" for one in status.pipelines}
+        for peer in status.peers:
+            for worker in peer.workers if peer.device.startswith("cuda") else ():
+                if worker.load is not None and worker.pipeline in models:
+                    found[models[worker.pipeline]] += worker.load.weights
+        return found
 
     async def get_version(self, request: web.Request) -> web.Response:
         """``GET /api/version``."""
@@ -141,9 +167,14 @@ class OllamaRoutes:
         return json_response(json.encode({**found, "done": True, "done_reason": reason}))
 
 
+async def read_family(model: ServedModel) -> str:
+    """Return the architecture in the model's config; ``unknown`` if it can't be read."""
+    return await asyncio.to_thread(_read_family, model.folder / "config.json")
+
+
 async def _model_json(model: ServedModel) -> dict[str, Any]:
     """Return a model as ``/api/tags`` lists it."""
-    family = await asyncio.to_thread(_model_family, model)
+    family = await read_family(model)
     return {
         "name": model.name,
         "model": model.name,
@@ -155,16 +186,29 @@ async def _model_json(model: ServedModel) -> dict[str, Any]:
             "format": "safetensors",
             "family": family,
             "families": [family],
-            "parameter_size": "",
-            "quantization_level": "",
+            "parameter_size": _format_count(model.parameters),
+            "quantization_level": _PLAIN_FORM.sub(r"\1", model.quantization).upper(),
         },
     }
 
 
-def _model_family(model: ServedModel) -> str:
-    """Return the architecture in the model's config."""
+def _format_count(parameters: int) -> str:
+    """Format a number of parameters as Ollama does: ``5.2M``, ``8.2B``; empty if unknown."""
+    if not parameters:
+        return ""
+    return f"{parameters / 1e9:.1f}B" if parameters >= 1e9 else f"{parameters / 1e6:.2f}M"
+
+
+def _format_defaults(defaults: GenerationDefaults) -> str:
+    """Format the model's own sampling as the lines of a Modelfile, without ``PARAMETER``."""
+    names = ("temperature", "top_k", "top_p", "min_p")
+    given = ((name, getattr(defaults, name)) for name in names)
+    return "\n".join(f"{name} {value:g}" for name, value in given if value is not None)
+
+
+def _read_family(path: Path) -> str:
     try:
-        config = json.decode(read_bytes(model.folder / "config.json"), type=dict[str, Any])
+        config = json.decode(read_bytes(path), type=dict[str, Any])
     except (MolinkError, OSError, ValueError):
         return "unknown"
     return str(config.get("model_type", "unknown"))

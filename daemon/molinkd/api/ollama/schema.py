@@ -136,6 +136,13 @@ class ModelReference(msgspec.Struct, kw_only=True):
         return None if name is None else name.removesuffix(":latest")
 
 
+class PullRequest(ModelReference, kw_only=True):
+    """``POST /api/pull``."""
+
+    stream: bool | None = None
+    insecure: bool | None = None
+
+
 class OllamaRequest(ModelReference, kw_only=True):
     """Fields of both generating routes."""
 

@@ -96,5 +96,9 @@ def _model_json(model: ServedModel) -> dict[str, object]:
         "root": model.name,
         "parent": model.base or None,
         "max_model_len": model.max_model_len,
-        "meta": {"n_ctx": model.max_model_len, "size": model.size},
+        "meta": {
+            "n_ctx": model.max_model_len,
+            "n_params": model.parameters,
+            "size": model.size,
+        },
     }

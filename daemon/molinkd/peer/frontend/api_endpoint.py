@@ -1,9 +1,12 @@
 """The API endpoint of the daemon, in its own thread."""
 
 import asyncio
+import secrets
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from molinkd.api.administration import Administration
 from molinkd.api.api_settings import ApiSettings
 from molinkd.api.backend import Backend
 from molinkd.api.http_server import EndpointServer
@@ -39,13 +42,17 @@ def api_settings(settings: Settings) -> ApiSettings:
 class ApiEndpoint:
     """Starts and stops the API without blocking the daemon's event loop."""
 
-    def __init__(self, settings: Settings, backend: Backend) -> None:
+    def __init__(
+        self, settings: Settings, backend: Backend, administration: Administration
+    ) -> None:
         """Raises :class:`UsageError` if the settings are insecure."""
-        api = api_settings(settings)
+        #: What only this PC's owner knows, until the next start.
+        self.owner_token = secrets.token_urlsafe(32)
+        api = replace(api_settings(settings), owner_token=self.owner_token)
         #: The first of its API keys; empty if it needs none.
         self.api_key = next((key for _, key in api.keys), "")
         self._ports = settings.ports_to_try("api_port")
-        self._server = EndpointServer(backend, api, _create_prompt_workers)
+        self._server = EndpointServer(backend, api, _create_prompt_workers, administration)
 
     async def start(self) -> None:
         """Listen on the configured port, or on the next free one if it is the default.

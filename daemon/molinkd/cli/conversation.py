@@ -1,0 +1,229 @@
+"""The state of a conversation in the terminal, and its commands, as ``ollama run`` has them."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+
+from molink.errors import UsageError
+
+#: The first word of a command; paths and questions may start with a slash, too.
+_COMMAND = re.compile(r"/[A-Za-z?]+")
+#: Formats a command of molink for a hint if no home is known.
+FORMAT_COMMAND = "`molink {}`".format
+#: Begins and ends a question of several lines.
+QUOTES = '"""'
+#: Parameters of ``/set parameter``: the request's field, and how its value is read. The first names
+#: are Ollama's.
+_PARAMETERS: dict[str, tuple[str, Callable[[str], object]]] = {
+    "num_predict": ("max_tokens", int),
+    "repeat_penalty": ("repetition_penalty", float),
+    "temperature": ("temperature", float),
+    "top_k": ("top_k", int),
+    "top_p": ("top_p", float),
+    "min_p": ("min_p", float),
+    "presence_penalty": ("presence_penalty", float),
+    "frequency_penalty": ("frequency_penalty", float),
+    "seed": ("seed", int),
+    "stop": ("stop", str),
+    "max_tokens": ("max_tokens", int),
+    "repetition_penalty": ("repetition_penalty", float),
+}
+HELP = f"""\
+/set parameter NAME VALUE   temperature, top_k, top_p, min_p, seed, num_predict, stop …
+/set system TEXT            the system prompt; /system TEXT does the same
+/set think, nothink         whether the model reasons, if it lets you choose
+/set format json, noformat  answers as JSON, or as any text
+/set verbose, quiet         whether to show tokens and times of each answer
+/show info, parameters, system, messages
+/model NAME                 ask another model from now on
+/save FILE, /load FILE      write the conversation to a file, or continue one
+/clear                      forget the conversation; the settings stay
+/bye, /exit                 quit
+{QUOTES}                         begins and ends a question of several lines
+Ctrl-C stops an answer."""
+
+
+class _Message(msgspec.Struct):
+    """A message of a saved conversation."""
+
+    role: Annotated[str, msgspec.Meta(min_length=1)]
+    content: str
+
+
+class _SavedConversation(msgspec.Struct):
+    """A file of ``/save``."""
+
+    model: str
+    messages: list[_Message]
+    system: str | None = None
+    options: dict[str, Any] = {}
+
+
+class Conversation(msgspec.Struct):
+    """The state sent with each question. ``options`` are extra request fields.
+
+    ``format_command`` is ``Home.format_command`` of the endpoint's home. ``usage`` counts the
+    tokens of the last answer, if ``is_verbose``.
+    """
+
+    base_url: str
+    model: str
+    api_key: str | None = None
+    system: str | None = None
+    options: dict[str, Any] = {}
+    messages: list[dict[str, str]] = []
+    format_command: Callable[[str], str] = FORMAT_COMMAND
+    is_verbose: bool = False
+    usage: dict[str, int] = {}
+
+    def request_body(self) -> dict[str, Any]:
+        """Return the request for the next answer."""
+        first = [] if self.system is None else [{"role": "system", "content": self.system}]
+        usage = {"stream_options": {"include_usage": True}} if self.is_verbose else {}
+        messages = [*first, *self.messages]
+        return {
+            **self.options,
+            **usage,
+            "model": self.model,
+            "messages": messages,
+            "stream": True,
+        }
+
+    def save_file(self, path: Path) -> None:
+        """Write model, messages and settings as JSON; replaces only a file of its own.
+
+        Raises:
+            UsageError: the file is another one, or can't be written.
+        """
+        if path.exists():
+            _read_saved(path)
+        messages = [_Message(one["role"], one["content"]) for one in self.messages]
+        saved = _SavedConversation(self.model, messages, self.system, self.options)
+        try:
+            path.write_bytes(msgspec.json.format(msgspec.json.encode(saved)) + b"\n")
+        except OSError as error:
+            raise UsageError(f"can't write {path}: {error.strerror or error}") from None
+
+    def load_file(self, path: Path) -> None:
+        """Continue a saved conversation.
+
+        Raises:
+            UsageError: the file can't be read, or holds no conversation.
+        """
+        saved = _read_saved(path)
+        self.model, self.system, self.options = saved.model, saved.system, saved.options
+        self.messages = [{"role": one.role, "content": one.content} for one in saved.messages]
+
+
+def _read_saved(path: Path) -> _SavedConversation:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=_SavedConversation)
+    except OSError as error:
+        raise UsageError(f"can't read {path}: {error.strerror or error}") from None
+    except msgspec.MsgspecError:
+        raise UsageError(f"{path} is not a conversation that /save wrote") from None
+
+
+def run_command(conversation: Conversation, line: str) -> str | None:
+    """Run ``line`` if it is a command; returns what to print, ``None`` for a question.
+
+    Raises:
+        EOFError: it ends the conversation.
+        UsageError: the command is unknown or incomplete.
+    """
+    word, _, rest = line.partition(" ")
+    rest = rest.strip()
+    if not _COMMAND.fullmatch(word):
+        return None
+    match word:
+        case "/bye" | "/exit" | "/quit":
+            raise EOFError
+        case "/help" | "/?":
+            return HELP
+        case "/clear":
+            conversation.messages.clear()
+            return "Conversation cleared."
+        case "/set":
+            return _set_option(conversation, rest)
+        case "/system":
+            return _set_option(conversation, f"system {rest}")
+        case "/show":
+            return _show_state(conversation, rest or "info")
+        case "/model" | "/save" | "/load":
+            return _run_named(conversation, word, rest)
+    if rest:
+        return None  # a question that starts with a slash
+    raise UsageError(f"Unknown command '{word}'; /help lists all")
+
+
+def _run_named(conversation: Conversation, word: str, name: str) -> str:
+    """Run a command about a model or a file."""
+    if not name:
+        raise UsageError(f"{word} needs a name; /help shows how")
+    path = Path(name).expanduser()
+    match word:
+        case "/model":
+            conversation.model = name
+            return f"Asking {name} from now on."
+        case "/save":
+            conversation.save_file(path)
+            return f"Saved to {path}."
+        case _:
+            conversation.load_file(path)
+            return f"{len(conversation.messages)} messages with {conversation.model}."
+
+
+def _set_option(conversation: Conversation, text: str) -> str:
+    word, _, rest = text.partition(" ")
+    rest, options = rest.strip(), conversation.options
+    match word:
+        case "parameter":
+            return _set_parameter(conversation, rest)
+        case "system":
+            conversation.system = rest.strip('"') or None
+            return "System prompt set." if conversation.system else "System prompt removed."
+        case "think" | "nothink":
+            options["chat_template_kwargs"] = {"enable_thinking": word == "think"}
+        case "format" if rest == "json":
+            options["response_format"] = {"type": "json_object"}
+        case "noformat":
+            options.pop("response_format", None)
+        case "verbose" | "quiet":
+            conversation.is_verbose = word == "verbose"
+        case _:
+            raise UsageError(f"can't set {text or 'nothing'!r}; /help shows what can be set")
+    return f"Set {text}."
+
+
+def _set_parameter(conversation: Conversation, text: str) -> str:
+    name, _, value = text.partition(" ")
+    if name not in _PARAMETERS:
+        raise UsageError(f"unknown parameter {name!r}; known are {', '.join(_PARAMETERS)}")
+    field, read = _PARAMETERS[name]
+    if not value.strip():
+        conversation.options.pop(field, None)
+        return f"{name} is the model's default again."
+    try:
+        conversation.options[field] = read(value.strip())
+    except ValueError:
+        raise UsageError(f"{name} must be a number, not {value.strip()!r}") from None
+    return f"{name} is {conversation.options[field]}."
+
+
+def _show_state(conversation: Conversation, what: str) -> str:
+    match what:
+        case "info":
+            count = len(conversation.messages)
+            return f"{conversation.model} at {conversation.base_url}, {count} messages"
+        case "parameters":
+            lines = (f"{name} {value}" for name, value in conversation.options.items())
+            return "\n".join(lines) or "All parameters are the model's defaults."
+        case "system":
+            return conversation.system or "No system prompt: the model's default."
+        case "messages":
+            lines = (f"{one['role']}: {one['content']}" for one in conversation.messages)
+            return "\n\n".join(lines) or "No messages yet."
+    raise UsageError(f"can't show {what!r}: info, parameters, system or messages")
