@@ -1,12 +1,12 @@
-# Installs molink into .venv of this clone; with options, shows it at work or checks it.
+# Installs molink into .venv of this clone, or the newest release where there is no clone; with
+# options, shows it at work or checks it.
 # Runs in Windows PowerShell 5.1 and in PowerShell 7. Options are read by hand, so that --demo and
 # -Demo both work.
 $ErrorActionPreference = 'Stop'
 $ProgressPreference = 'SilentlyContinue'
 
-$Torch = '2.13.0'
-# The default index has CPU builds for Windows; CUDA builds are in PyTorch's own.
-$CpuIndex = 'https://download.pytorch.org/whl/cpu'
+# Where releases are; a release's own copy of this script says it.
+$Releases = ''
 # Free disk space in MB that an installation takes with each build of torch, downloads included.
 $NeedCpu = 3000
 $NeedCuda = 8000
@@ -19,18 +19,24 @@ $Usage = @'
 Usage: powershell -ExecutionPolicy Bypass -File install.ps1 [options]
 
 Makes .venv in this clone and installs molink into it. Run it again at any time: what is
-installed is kept.
+installed is kept. Without a clone it installs the newest release into
+%LOCALAPPDATA%\Programs\molink.
 
   --demo          then start three peers on this PC with the bundled model (Ctrl-C stops them)
   --ask TEXT      with --demo: print the answer to TEXT and exit
   --test          then install what the checks need and run all of them
   --cpu, --cuda   which build of torch (default: CUDA where there is an NVIDIA driver)
   --path          put molink on your PATH (default: ask in a terminal, else leave it)
+  --from URL      where releases are, without a clone
   --python PATH   which Python (default: the first that is 3.11 or newer)
   --help          this text
 '@
 
-$Venv = Join-Path $PSScriptRoot '.venv'
+# PowerShell has no $PSScriptRoot for what comes through a pipe.
+$InClone = $PSScriptRoot -and (Test-Path -LiteralPath (Join-Path $PSScriptRoot 'pyproject.toml'))
+$Root = if ($InClone) { $PSScriptRoot } else { Join-Path $env:LOCALAPPDATA 'Programs\molink' }
+$Download = Join-Path $Root 'download'
+$Venv = Join-Path $Root '.venv'
 $VenvPython = Join-Path $Venv 'Scripts\python.exe'
 $Log = Join-Path $Venv 'install.log'
 
@@ -47,7 +53,7 @@ function Die([string[]] $Lines) {
 }
 
 function Read-Options([string[]] $Words) {
-    $options = @{ Demo = $false; Ask = $null; Test = $false; Flavour = ''; Python = ''; Path = $false; Help = $false }
+    $options = @{ Demo = $false; Ask = $null; Test = $false; Flavour = ''; From = $Releases; Python = ''; Path = $false; Help = $false }
     for ($i = 0; $i -lt $Words.Count; $i++) {
         $name = $Words[$i] -replace '^--?', ''
         switch ($name) {
@@ -61,7 +67,7 @@ function Read-Options([string[]] $Words) {
                 }
                 $options.Flavour = $name.ToLowerInvariant()
             }
-            { $_ -in 'ask', 'python' } {
+            { $_ -in 'ask', 'from', 'python' } {
                 if ($i + 1 -ge $Words.Count) { Die "--$name needs a value", 'see install.ps1 --help' }
                 $i++
                 $options[$name] = $Words[$i]
@@ -135,16 +141,16 @@ function Get-InstalledTorch {
 
 function Get-FreeMegabytes {
     try {
-        $root = [System.IO.Path]::GetPathRoot($PSScriptRoot)
-        return [long] ((New-Object System.IO.DriveInfo $root).AvailableFreeSpace / 1mb)
+        $disk = [System.IO.Path]::GetPathRoot($Root)
+        return [long] ((New-Object System.IO.DriveInfo $disk).AvailableFreeSpace / 1mb)
     } catch { return $null }
 }
 
 function Test-PathLength {
-    if ($PSScriptRoot.Length -le $LongestRoot) { return }
+    if ($Root.Length -le $LongestRoot) { return }
     $settings = 'HKEY_LOCAL_MACHINE\SYSTEM\CurrentControlSet\Control\FileSystem'
     if ([Microsoft.Win32.Registry]::GetValue($settings, 'LongPathsEnabled', 0) -eq 1) { return }
-    Die "the path of this folder is too long for Windows: ${PSScriptRoot} has $($PSScriptRoot.Length) characters",
+    Die "the path of this folder is too long for Windows: ${Root} has $($Root.Length) characters",
         "move the clone to a path of at most $LongestRoot, such as C:\molink, or allow long paths (in PowerShell as administrator):",
         'New-ItemProperty -Path HKLM:\SYSTEM\CurrentControlSet\Control\FileSystem -Name LongPathsEnabled -Value 1 -PropertyType DWORD -Force'
 }
@@ -155,7 +161,7 @@ function Test-Disk([string] $Flavour) {
     if (Get-InstalledTorch) { $need = $NeedUpdate }
     $free = Get-FreeMegabytes
     if ($null -ne $free -and $free -lt $need) {
-        Die "the disk is too full: $free MB free for $PSScriptRoot, about $need MB needed",
+        Die "the disk is too full: $free MB free for $Root, about $need MB needed",
             'free some space, or clone molink onto another disk'
     }
 }
@@ -176,7 +182,7 @@ function Stop-WithReason([string] $What) {
     }
     Die "$What failed",
         'is the network there, and HTTPS_PROXY set if it needs one? Run this again to continue.',
-        "torch $Torch has builds for Python 3.11 to 3.14: name another with --python PATH."
+        "torch has builds for Python 3.11 to 3.14: name another with --python PATH."
 }
 
 # Runs the venv's Python on the console; whether it succeeded is in $LASTEXITCODE.
@@ -201,7 +207,7 @@ function Initialize-Venv([string] $Named, [string] $Flavour) {
         if (Test-Path -LiteralPath $VenvPython) { $version = Get-PythonVersion @($VenvPython) }
         $usable = (Test-NewEnough $version) -and (Get-Output @($VenvPython) @('-m', 'pip', '--version'))
         # Scripts in a venv hold its path: a moved clone needs a new one.
-        if ((Test-Path -LiteralPath $mark) -and (Get-Content -LiteralPath $mark -TotalCount 1 -Encoding UTF8) -ne $PSScriptRoot) { $usable = $false }
+        if ((Test-Path -LiteralPath $mark) -and (Get-Content -LiteralPath $mark -TotalCount 1 -Encoding UTF8) -ne $Root) { $usable = $false }
         if ($command -and (Get-PythonVersion $command) -ne $version) { $usable = $false }
         if ($usable) { return }
         Say "The .venv here can't be used (moved, broken or of another Python): recreating it"
@@ -214,32 +220,7 @@ function Initialize-Venv([string] $Named, [string] $Flavour) {
     Say "Making .venv with $($command -join ' ') ($(Get-PythonVersion $command))"
     if (Test-Path -LiteralPath $Venv) { Remove-Item -Recurse -Force -LiteralPath $Venv }
     if ($null -eq (Get-Output $command @('-m', 'venv', $Venv))) { Stop-WithReason 'making .venv' }
-    Set-Content -LiteralPath $mark -Value $PSScriptRoot -Encoding UTF8
-}
-
-function Install-Torch([string] $Flavour) {
-    $have = Get-InstalledTorch
-    # PyPI's build for Windows is a CPU build, although its version does not say so.
-    if ($have -like "$Torch*" -and ($Flavour -eq 'cpu' -or $have -like '*+cu*')) { return }
-    Say "Installing torch $Torch ($Flavour build); this is the large download"
-    $index = $CpuIndex
-    if ($Flavour -eq 'cuda') {
-        $index = Invoke-Python @('requirements\cuda_index.py')
-        if ($LASTEXITCODE -ne 0) { exit 1 }
-    }
-    $reach = 'import sys, urllib.request; urllib.request.urlopen(sys.argv[1], timeout=5).close()'
-    if ($null -ne (Get-Output @($VenvPython) @('-c', $reach, "$index/torch/"))) {
-        # --force-reinstall, since a CPU build has the same version as a CUDA build.
-        Install-Package 'installing torch' @(
-            '--force-reinstall', '--no-deps', "torch==$Torch", '--index-url', $index)
-    } elseif ($Flavour -eq 'cuda') {
-        Die "$index can't be reached, and only it has CUDA builds of torch for Windows",
-            'check the network connection, or install the CPU build with --cpu'
-    } else {
-        Write-Host "$index can't be reached: using the default index's build"
-        Install-Package 'installing torch' @(
-            '--require-hashes', '--no-deps', '-r', 'requirements/torch.txt')
-    }
+    Set-Content -LiteralPath $mark -Value $Root -Encoding UTF8
 }
 
 # What .venv holds once this script has succeeded with the same files and options.
@@ -247,9 +228,9 @@ function Get-State([string] $Extra, [string] $Flavour) {
     $files = @('pyproject.toml', 'requirements\base.txt', 'requirements\test.txt',
         'requirements\torch.txt')
     $hashes = $files | ForEach-Object {
-        (Get-FileHash -Algorithm SHA256 -LiteralPath (Join-Path $PSScriptRoot $_)).Hash
+        (Get-FileHash -Algorithm SHA256 -LiteralPath (Join-Path $Root $_)).Hash
     }
-    return "$($hashes -join ' ') $Torch $Flavour $Extra"
+    return "$($hashes -join ' ') $Flavour $Extra"
 }
 
 function Test-Installed([string] $Extra, [string] $Flavour) {
@@ -266,20 +247,63 @@ function Install-Molink([string] $Extra, [string] $Flavour) {
     $locks = @('-r', 'requirements/base.txt')
     if ($Extra -ne 'base') { $locks += @('-r', "requirements/$Extra.txt") }
     Install-Package 'installing what molink needs' (@('--require-hashes', '--no-deps') + $locks)
-    Install-Torch $Flavour
     Say 'Installing molink'
     Install-Package 'installing molink' @('--no-deps', '--no-build-isolation', '-e', '.')
-    if ($null -eq (Get-Output @($VenvPython) @('-c', 'import torch'))) {
-        Die 'torch is installed but cannot be loaded',
-            'it needs the Visual C++ runtime: winget install Microsoft.VCRedist.2015+.x64, then run this again'
-    }
-    if ($Flavour -eq 'cuda') {
-        $cuda = Get-Output @($VenvPython) @('-c', 'import torch; print(torch.cuda.is_available())')
-        if ($cuda -ne 'True') {
-            Write-Host 'torch sees no CUDA device: is the NVIDIA driver recent enough? The stages here will use the CPU.'
-        }
-    }
+    Say 'Installing torch'
+    Invoke-Python @('-m', 'molinkd', 'setup', "--$Flavour", '--lock', 'requirements\torch.txt')
+    if ($LASTEXITCODE -ne 0) { exit 1 }
     Set-Content -LiteralPath (Join-Path $Venv ".molink-$Extra") -Value (Get-State $Extra $Flavour) -Encoding UTF8
+}
+
+function Assert-Release([hashtable] $Options) {
+    if ($Options.Test) { Die '--test needs a clone of the repository' }
+    if (-not $Options.From) { Die 'there is no clone of molink here', 'say where releases are: --from URL' }
+    if ($Options.From -notmatch '^(https://|http://(127\.0\.0\.1|localhost)[:/])') {
+        Die "--from $($Options.From): releases come by https alone"
+    }
+    if (-not (Test-Path -LiteralPath $Root)) { New-Item -ItemType Directory -Path $Root | Out-Null }
+}
+
+# A file of the release, into $Download.
+function Get-ReleaseFile([string] $From, [string] $Name) {
+    $fetch = 'import socket, sys, urllib.request; socket.setdefaulttimeout(60); urllib.request.urlretrieve(*sys.argv[1:])'
+    Invoke-Python @('-c', $fetch, "$From/$Name", (Join-Path $Download $Name))
+    if ($LASTEXITCODE -ne 0) {
+        Die "$Name can't be fetched", 'is the network there, and HTTPS_PROXY set if it needs one?'
+    }
+}
+
+# Nothing is installed before all of it is here with the right hashes.
+function Install-Release([string] $From, [string] $Flavour) {
+    $From = $From.TrimEnd('/')
+    if (Get-Output @($VenvPython) @('-m', 'molinkd', '--version')) {
+        Invoke-Python @('-m', 'molinkd', 'update', '--from', $From)
+        if ($LASTEXITCODE -ne 0) { exit 1 }
+    } else {
+        Test-Disk $Flavour
+        Say "Fetching molink from $From"
+        if (Test-Path -LiteralPath $Download) { Remove-Item -Recurse -Force -LiteralPath $Download }
+        New-Item -ItemType Directory -Path $Download | Out-Null
+        Get-ReleaseFile $From 'SHA256SUMS'
+        $sums = Get-Content -LiteralPath (Join-Path $Download 'SHA256SUMS') -Encoding UTF8
+        $wheel = $sums | Where-Object { $_ -match '^[0-9a-f]{64}  molink-[0-9.]+-py3-none-any\.whl$' } |
+            ForEach-Object { ($_ -split '  ')[1] } | Select-Object -First 1
+        if (-not $wheel) { Die "$From/SHA256SUMS names no wheel of molink" }
+        foreach ($name in @($wheel, 'requirements.txt')) {
+            Get-ReleaseFile $From $name
+            $hash = (Get-FileHash -Algorithm SHA256 -LiteralPath (Join-Path $Download $name)).Hash.ToLowerInvariant()
+            if ($sums -notcontains "$hash  $name") {
+                Die "$name of $From does not have the hash that SHA256SUMS says", 'run this again later'
+            }
+        }
+        Say 'Installing molink and what it needs'
+        Install-Package 'installing molink' @('--require-hashes', '--no-deps', '-r', 'download/requirements.txt')
+        Install-Package 'installing molink' @('--no-deps', (Join-Path $Download $wheel))
+        Remove-Item -Recurse -Force -LiteralPath $Download
+    }
+    Say 'Installing torch'
+    Invoke-Python @('-m', 'molinkd', 'setup', "--$Flavour")
+    if ($LASTEXITCODE -ne 0) { exit 1 }
 }
 
 # Puts a copy of molink.exe (which knows where its Python is) into a folder of its own on the user's
@@ -332,7 +356,11 @@ if ($options.Help) {
     Write-Host $Usage
     exit 0
 }
-Set-Location -LiteralPath $PSScriptRoot
+if (-not $InClone) {
+    Assert-Release $options
+    $options.Path = $true
+}
+Set-Location -LiteralPath $Root
 $env:PYTHONUTF8 = '1'
 Test-PathLength
 $flavour = Get-Flavour $options.Flavour
@@ -340,9 +368,13 @@ Initialize-Venv $options.Python $flavour
 if ($options.Flavour) {
     Set-Content -LiteralPath (Join-Path $Venv '.molink-flavour') -Value $flavour -Encoding UTF8
 }
-$extra = 'base'
-if ($options.Test) { $extra = 'test' }
-Install-Molink $extra $flavour
+if ($InClone) {
+    $extra = 'base'
+    if ($options.Test) { $extra = 'test' }
+    Install-Molink $extra $flavour
+} else {
+    Install-Release $options.From $flavour
+}
 if ($options.Test) { Invoke-Checks }
 if ($options.Path) { Add-ToPath $true }
 if ($options.Demo) {
@@ -357,6 +389,7 @@ if ($options.Demo) {
     exit $LASTEXITCODE
 }
 if (-not $options.Test) {
-    Say 'molink is installed: try .venv\Scripts\molink demo, or .venv\Scripts\molink up'
+    $molink = if ($InClone) { '.venv\Scripts\molink' } else { 'molink' }
+    Say "molink is installed: try $molink demo, or $molink up"
     if (-not $options.Path) { Add-ToPath $false }
 }

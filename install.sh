@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# Installs molink into .venv of this clone; with options, shows it at work or checks it.
+# Installs molink into .venv of this clone, or the newest release where there is no clone; with
+# options, shows it at work or checks it.
 set -euo pipefail
 
-TORCH=2.13.0
-CPU_INDEX=https://download.pytorch.org/whl/cpu
+# Where releases are; a release's own copy of this script says it.
+RELEASES=''
 # Free disk space in MB that an installation takes with each build of torch, downloads included.
 NEED_CPU=3000
 NEED_CUDA=8000
@@ -14,13 +15,14 @@ usage() {
 Usage: ./install.sh [options]
 
 Makes .venv in this clone and installs molink into it. Run it again at any time: what is
-installed is kept.
+installed is kept. Without a clone it installs the newest release into ~/.local/share/molink.
 
   --demo          then start three peers on this PC with the bundled model (Ctrl-C stops them)
   --ask TEXT      with --demo: print the answer to TEXT and exit
   --test          then install what the checks need and run all of them
   --cpu, --cuda   which build of torch (default: CUDA where there is an NVIDIA driver)
   --path          put molink on your PATH (default: ask in a terminal, else leave it)
+  --from URL      where releases are, without a clone
   --python PATH   which Python (default: the first on the PATH that is 3.11 or newer)
   --help          this text
 TXT
@@ -39,7 +41,7 @@ die() {
 }
 
 parse() {
-  demo='' ask='' asked='' checks='' flavour='' python='' path=''
+  demo='' ask='' asked='' checks='' flavour='' python='' path='' releases=$RELEASES
   while [ $# -gt 0 ]; do
     case $1 in
       --demo) demo=1 ;;
@@ -49,9 +51,13 @@ parse() {
         [ -z "$flavour" ] || [ "$flavour" = "${1#--}" ] || die "--cpu and --cuda exclude each other"
         flavour=${1#--}
         ;;
-      --ask | --python)
+      --ask | --from | --python)
         [ $# -ge 2 ] || die "$1 needs a value" "see ./install.sh --help"
-        if [ "$1" = --ask ]; then ask=$2 asked=1; else python=$2; fi
+        case $1 in
+          --ask) ask=$2 asked=1 ;;
+          --from) releases=${2%/} ;;
+          --python) python=$2 ;;
+        esac
         shift
         ;;
       --help | -h)
@@ -169,49 +175,12 @@ explain_failure() {
   fi
   die "$1 failed" \
     "is the network there, and HTTPS_PROXY set if it needs one? Run this again to continue." \
-    "torch $TORCH has builds for Python 3.11 to 3.14: name another with --python PATH."
-}
-
-is_reachable() {
-  .venv/bin/python -c '
-import sys, urllib.request
-urllib.request.urlopen(sys.argv[1], timeout=5).close()' "$1" 2>/dev/null
-}
-
-install_torch() {
-  local source=()
-  case "$flavour $(installed_torch)" in
-    "cuda $TORCH+cpu") ;;
-    "cuda $TORCH"* | "cpu $TORCH"*) return 0 ;;
-  esac
-  say "Installing torch $TORCH ($flavour build); this is the large download"
-  if [ "$flavour" = cuda ]; then
-    local index
-    index=$(.venv/bin/python requirements/cuda_index.py) || exit 1
-    # A CPU build has the same version, so it would be kept.
-    [ -z "$(installed_torch)" ] || source=(--force-reinstall)
-    if [ "${index##*/}" != cu130 ]; then
-      echo "The NVIDIA driver is old: using the build from $index"
-      pip_install "installing torch" ${source[@]+"${source[@]}"} --index-url "$index" "torch==$TORCH"
-      return
-    fi
-    pip_install "installing torch" ${source[@]+"${source[@]}"} --require-hashes --no-deps \
-      -r requirements/torch.txt
-    return
-  fi
-  if [ "$(uname -s)" = Linux ]; then
-    if is_reachable "$CPU_INDEX/torch/"; then
-      source=(--index-url "$CPU_INDEX")
-    else
-      echo "$CPU_INDEX can't be reached: using the default index's build (it may be the larger CUDA one)"
-    fi
-  fi
-  pip_install "installing torch" ${source[@]+"${source[@]}"} "torch==$TORCH"
+    "torch has builds for Python 3.11 to 3.14: name another with --python PATH."
 }
 
 # What .venv holds once this script has succeeded with the same files and options.
 state() {
-  .venv/bin/python - "$TORCH" "$flavour" "$PWD" "$1" <<'PY'
+  .venv/bin/python - "$flavour" "$PWD" "$1" <<'PY'
 import hashlib, pathlib, sys
 
 locks = [f"requirements/{name}.txt" for name in ("base", "test", "torch")]
@@ -230,13 +199,62 @@ install() {
   say "Installing what molink needs, by the hashes in requirements/"
   [ "$extra" = base ] || locks+=(-r "requirements/$extra.txt")
   pip_install "installing what molink needs" --require-hashes --no-deps "${locks[@]}"
-  install_torch
   say "Installing molink"
   pip_install "installing molink" --no-deps --no-build-isolation -e .
-  if [ "$flavour" = cuda ] && ! .venv/bin/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
-    echo "torch sees no CUDA device: is the NVIDIA driver recent enough? The stages here will use the CPU."
-  fi
+  say "Installing torch"
+  .venv/bin/python -m molinkd setup "--$flavour" --lock requirements/torch.txt </dev/null || exit 1
   state "$extra" >".venv/.molink-$extra"
+}
+
+# Where there is no clone: a folder of molink's own.
+enter_release() {
+  [ -z "$checks" ] || die "--test needs a clone of the repository"
+  [ -n "$releases" ] || die "there is no clone of molink here" "say where releases are: --from URL"
+  case $releases in
+    https://* | http://127.0.0.1[:/]* | http://localhost[:/]*) ;;
+    *) die "--from $releases: releases come by https alone" ;;
+  esac
+  path=1
+  mkdir -p "${XDG_DATA_HOME:-$HOME/.local/share}/molink"
+  cd "${XDG_DATA_HOME:-$HOME/.local/share}/molink"
+}
+
+# fetch NAME: a file of the release, into download/.
+fetch() {
+  .venv/bin/python -c '
+import socket, sys, urllib.request
+socket.setdefaulttimeout(60)
+try:
+    urllib.request.urlretrieve(*sys.argv[1:])
+except OSError as error:
+    sys.exit(f"{sys.argv[1]}: {error}")' "$releases/$1" "download/$1" ||
+    die "$1 can't be fetched" "is the network there, and HTTPS_PROXY set if it needs one?"
+}
+
+# Nothing is installed before all of it is here with the right hashes.
+install_release() {
+  local wheel pattern='molink-[0-9][0-9.]*-py3-none-any\.whl'
+  if .venv/bin/molink --version >/dev/null 2>&1; then
+    .venv/bin/molink update --from "$releases" </dev/null || exit 1
+  else
+    check_disk
+    say "Fetching molink from $releases"
+    rm -rf download
+    mkdir download
+    fetch SHA256SUMS
+    wheel=$(sed -n "s/^[0-9a-f]\{64\}  \($pattern\)\$/\1/p" download/SHA256SUMS)
+    [ -n "$wheel" ] || die "$releases/SHA256SUMS names no wheel of molink"
+    fetch "$wheel"
+    fetch requirements.txt
+    (cd download && grep -E "  ($pattern|requirements\.txt)\$" SHA256SUMS | sha256sum --check --quiet) ||
+      die "the files of $releases don't have the hashes that SHA256SUMS says" "run this again later"
+    say "Installing molink and what it needs"
+    pip_install "installing molink" --require-hashes --no-deps -r download/requirements.txt
+    pip_install "installing molink" --no-deps "download/$wheel"
+    rm -r download
+  fi
+  say "Installing torch"
+  .venv/bin/molink setup "--$flavour" </dev/null || exit 1
 }
 
 # Puts a link to molink on the PATH, where --path or a person says so.
@@ -293,23 +311,27 @@ run_checks() {
 
 main() {
   parse "$@"
-  cd "$(dirname "$0")"
   case $(uname -s) in
     MINGW* | MSYS* | CYGWIN*) die "on Windows run install.ps1 in PowerShell" ;;
     Darwin) die "macOS is not supported: the packages are locked for Linux and Windows" ;;
   esac
-  local explicit=$flavour
+  # Bash has no such name for what comes through a pipe.
+  local explicit=$flavour script=${BASH_SOURCE[0]:-} clone=''
+  [ -z "$script" ] || clone=$(cd "$(dirname "$script")" && pwd)
+  if [ -n "$clone" ] && [ -f "$clone/pyproject.toml" ]; then cd "$clone"; else clone='' && enter_release; fi
   log=.venv/install.log
   pick_flavour
   make_venv
   [ -z "$explicit" ] || echo "$explicit" >.venv/.molink-flavour
-  if [ -n "$checks" ]; then install test; else install base; fi
+  if [ -z "$clone" ]; then
+    install_release
+  elif [ -n "$checks" ]; then install test; else install base; fi
   if [ -n "$checks" ]; then run_checks; fi
   if [ -n "$path" ]; then offer_path; fi
   if [ -n "$asked" ]; then exec .venv/bin/python -m molinkd demo --ask "$ask"; fi
   if [ -n "$demo" ]; then exec .venv/bin/python -m molinkd demo; fi
   if [ -z "$checks" ]; then
-    say "molink is installed: try .venv/bin/molink demo, or .venv/bin/molink up"
+    say "molink is installed: try ${clone:+.venv/bin/}molink demo, or ${clone:+.venv/bin/}molink up"
     [ -n "$path" ] || offer_path
   fi
 }

@@ -3,7 +3,6 @@
 import asyncio
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Generator
 from contextlib import AsyncExitStack
@@ -17,6 +16,7 @@ from molink.wire.sockets.event_loop import EventLoop
 from molinkd.imports import permanent_imports
 from tests.support.models import MakeModel
 from tests.support.net import Net
+from tools.release import build_wheel, copy_source, read_epoch
 
 if TYPE_CHECKING:
     from xdist.remote import Producer
@@ -156,14 +156,6 @@ async def net() -> AsyncIterator[Net]:
 
 @pytest.fixture(scope="session")
 def built_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel of this repository, built from a copy, so that no old build mixes in."""
-    root = Path(__file__).resolve().parent.parent
-    copy = tmp_path_factory.mktemp("source")
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(root / name, copy)
-    for name in ("molink", "daemon", "configs"):
-        shutil.copytree(root / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
-    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-w"]
-    subprocess.run([*command, str(copy / "dist"), str(copy)], check=True, capture_output=True)
-    (wheel,) = (copy / "dist").glob("molink-*.whl")
-    return wheel
+    """The wheel of this repository, as a release has it."""
+    folder, epoch = tmp_path_factory.mktemp("wheel"), read_epoch()
+    return build_wheel(copy_source(folder / "source", epoch), folder, epoch)

@@ -6,6 +6,7 @@ import kubernetes_validate
 import pytest
 
 from molinkd.api.access_guard import PUBLIC_PATHS
+from molinkd.cli.installation.torch_build import TORCH
 from molinkd.peer.settings import SETTING_NAMES, Settings, apply_layer, read_environment
 from tests.support import manifests
 from tests.support.manifests import ROOT, Manifest, container, environment, find, workloads
@@ -134,7 +135,4 @@ def test_the_dockerfile() -> None:
     assert last["ENTRYPOINT"] == '["molink"]'
     assert f"http://127.0.0.1:{Settings(name='x').api_port}/health" in last["HEALTHCHECK"]
     assert f"MOLINK_HOME={last['VOLUME']}/" in last["ENV"]
-    installer = (ROOT / "install.sh").read_text(encoding="utf-8")
-    torch = re.search(r"^TORCH=(\S+)$", installer, re.MULTILINE)
-    assert torch is not None
-    assert f"ARG TORCH={torch[1]}" in DOCKERFILE
+    assert f"ARG TORCH={TORCH}" in DOCKERFILE

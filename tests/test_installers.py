@@ -1,13 +1,11 @@
 """What ``install.sh`` and ``install.ps1`` say and choose; neither is run here."""
 
 import importlib.metadata
-import importlib.util
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import tree_sitter
@@ -46,20 +44,6 @@ AUTOMATIC = {"_", "args", "false", "matches", "null", "true", "lastexitcode", "p
 }
 
 
-def load_cuda_index() -> ModuleType:
-    spec = importlib.util.spec_from_file_location(
-        "cuda_index", ROOT / "requirements" / "cuda_index.py"
-    )
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-cuda_index = load_cuda_index()
-
-
 def nodes(node: tree_sitter.Node, kind: str) -> list[tree_sitter.Node]:
     """All of that kind, in the order of the text."""
     found = [node] if node.type == kind else []
@@ -90,7 +74,7 @@ def test_a_folder_whose_path_is_too_long_is_refused_before_torch_comes() -> None
     longest = max(len(str(path)) for path in importlib.metadata.files("torch") or ())
     assert longest > 100
     assert len("\\".join(["R" * int(root), ".venv", "Lib", "site-packages", "x" * longest])) < 260
-    assert POWER.index("\nTest-PathLength\n") < POWER.index("\nInstall-Molink ")
+    assert POWER.index("\nTest-PathLength\n") < POWER.index("\n    Install-Molink ")
 
 
 def unset(source: str) -> set[str]:
@@ -125,35 +109,6 @@ def test_both_installers_have_the_same_options_and_checks() -> None:
         shell, power = (re.findall(pattern, text, re.M) for text in (SHELL, POWER))
         assert shell == power
         assert len(shell) >= 6
-
-
-@pytest.mark.parametrize(
-    ("driver", "capability", "build"),
-    [
-        ("581.15", 8.9, "cu130"),
-        ("580.65.06", 12.0, "cu130"),
-        ("560.94", 8.6, "cu126"),
-        ("528.49", 7.5, "cu126"),
-        ("600", 7.5, "cu130"),
-    ],
-)
-def test_the_build_suits_the_driver(driver: str, capability: float, build: str) -> None:
-    assert cuda_index.build_for(driver, capability) == build
-
-
-@pytest.mark.parametrize(("driver", "capability"), [("516.94", 8.6), ("572.16", 12.0)])
-def test_a_driver_that_is_too_old_is_said(driver: str, capability: float) -> None:
-    with pytest.raises(cuda_index.TooOld, match=f"driver {driver} is too old.*580.*--cpu"):
-        cuda_index.build_for(driver, capability)
-
-
-def test_what_nvidia_smi_says_is_read() -> None:
-    assert cuda_index.read("560.94, 8.6\n560.94, 12.0\n") == ("560.94", 12.0)
-    assert cuda_index.read("") is None
-    assert cuda_index.read("NVIDIA-SMI has failed\n") is None
-    assert cuda_index.ask((sys.executable, "-c", "print('560.94, 8.6')")) == "560.94, 8.6\n"
-    assert cuda_index.ask(("no-such-program",)) == ""
-    assert cuda_index.ask((sys.executable, "-c", "import sys; sys.exit(9)")) == ""
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="a shell script")

@@ -8,6 +8,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from molinkd.cli.installation.torch_build import TORCH
+
 ROOT = Path(__file__).resolve().parent.parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
@@ -68,9 +70,9 @@ def test_what_pyproject_asks_for_is_locked(python: str, platform: str) -> None:
     base = locked(("base.txt", "torch.txt"), python, platform)
     whole = locked(("base.txt", "torch.txt", "test.txt"), python, platform)
     site = locked(("base.txt", "torch.txt", "docs.txt"), python, platform)
-    asked = [*project["dependencies"], *PYPROJECT["build-system"]["requires"]]
-    wanted = [(base, text) for text in asked]
     extras = project["optional-dependencies"]
+    asked = [*project["dependencies"], *extras["torch"], *PYPROJECT["build-system"]["requires"]]
+    wanted = [(base, text) for text in asked]
     wanted += [(whole, text) for text in extras["test"]] + [(site, text) for text in extras["docs"]]
     for versions, text in wanted:
         requirement = Requirement(text)
@@ -81,14 +83,8 @@ def test_what_pyproject_asks_for_is_locked(python: str, platform: str) -> None:
         assert requirement.specifier.contains(versions[name]), f"{text}: run `python -m tools.lock`"
 
 
-def test_both_installers_and_the_lock_name_one_torch() -> None:
-    shell = re.search(r"^TORCH=(\S+)$", (ROOT / "install.sh").read_text(encoding="utf-8"), re.M)
-    power = re.search(
-        r"^\$Torch = '(\S+)'$", (ROOT / "install.ps1").read_text(encoding="utf-8"), re.M
-    )
-    assert shell is not None
-    assert power is not None
-    assert {shell[1], power[1], locked(("torch.txt",), "3.11", "linux")["torch"]} == {shell[1]}
+def test_setup_and_the_lock_name_one_torch() -> None:
+    assert {locked(("torch.txt",), "3.11", platform)["torch"] for platform in PLATFORMS} == {TORCH}
 
 
 def test_only_linux_gets_the_packages_of_cuda() -> None:

@@ -13,6 +13,8 @@ import tempfile
 import tomllib
 from pathlib import Path
 
+from molinkd.cli.installation.torch_build import TORCH
+
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "requirements"
 #: The default index's torch (CUDA on Linux) and its own dependencies; PCs may use another build.
@@ -26,18 +28,18 @@ def main() -> None:
     parser.add_argument("--upgrade", action="store_true", help="take the newest versions")
     options = parser.parse_args()
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    found = re.search(r"^TORCH=(\S+)$", (ROOT / "install.sh").read_text(encoding="utf-8"), re.M)
-    assert found is not None, "install.sh names no version of torch"
-    built_with = [*project["build-system"]["requires"], f"torch=={found[1]}"]
+    built_with = [*project["build-system"]["requires"], f"torch=={TORCH}"]
     old = [] if options.upgrade else sorted(FOLDER.glob("*.txt"))
     with tempfile.TemporaryDirectory() as folder:
-        whole = resolve_target(Path(folder) / "all.txt", ["--extra", "test"], built_with, old)
+        whole = resolve_target(
+            Path(folder) / "all.txt", ["--extra", "torch", "--extra", "test"], built_with, old
+        )
         needed = resolve_target(
-            Path(folder) / "base.txt", [], built_with, [Path(folder) / "all.txt"]
+            Path(folder) / "base.txt", ["--extra", "torch"], built_with, [Path(folder) / "all.txt"]
         )
         site = resolve_target(
             Path(folder) / "docs.txt",
-            ["--extra", "docs"],
+            ["--extra", "torch", "--extra", "docs"],
             built_with,
             [Path(folder) / "all.txt", *old],
         )

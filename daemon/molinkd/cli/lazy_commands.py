@@ -47,6 +47,7 @@ _COMMANDS = (
     ("stop", "model_verbs:stop", "Unload one model, or all."),
     ("plan", "plan:plan", "Predict placement and speed; starts nothing."),
     ("doctor", "doctor.command:doctor", "Check this PC and suggest fixes."),
+    ("setup", "installation.setup:setup", "Install the build of torch for this PC."),
     ("logs", "logs:logs", "Show this PC's logs."),
     ("simulate", "simulate:simulate_command", "Simulate a trace in virtual time."),
 )

@@ -81,7 +81,7 @@ def leave(
     for file in (place.membership, place.replica, place.options):
         retry_while_busy(partial(file.unlink, missing_ok=True))
     for folder in (place.devices, *([place.coordinator] if member.is_founder else ())):
-        if not wait_until(partial(_try_remove, folder)):
+        if not wait_until(partial(try_remove, folder)):
             raise UsageError(f"can't delete {folder}: delete it by hand")
     if lost:
         print(printable(f"Not told: {', '.join(lost)}. Run `molink leave` on each of them."))
@@ -207,7 +207,7 @@ def wait_until(condition: Callable[[], bool], timeout: float = 30.0) -> bool:
     return True
 
 
-def _try_remove(folder: Path) -> bool:
+def try_remove(folder: Path) -> bool:
     """Delete a folder; ``False`` while a process still has its files open (Windows)."""
     try:
         shutil.rmtree(folder)

@@ -7,6 +7,8 @@ from molinkd.cli.doctor.facts import DeviceFacts, Finding
 from molinkd.peer.agent.kernel_self_test import KernelResult, TorchGpu, TorchInfo
 
 _DRIVERS_URL = "https://www.nvidia.com/drivers"
+#: Installs the CUDA build of torch for the driver.
+_CUDA_COMMAND = "molink setup --cuda"
 #: Commands that select the CPU.
 _CPU_COMMANDS = ("molink up --device cpu  # or: molink join --device cpu",)
 _DLL_ERROR = re.compile(r"DLL|WinError (126|127|1114)")
@@ -27,12 +29,6 @@ def check_device(facts: DeviceFacts) -> list[Finding]:
     return found
 
 
-def _install_command(system: str, option: str = "") -> str:
-    if system == "win32":
-        return f"powershell -ExecutionPolicy Bypass -File install.ps1 {option}".rstrip()
-    return f"./install.sh {option}".rstrip()
-
-
 def _driver_commands(system: str) -> tuple[str, ...]:
     if system == "win32":
         return (f"start {_DRIVERS_URL}  # install the driver, then restart this PC",)
@@ -41,7 +37,7 @@ def _driver_commands(system: str) -> tuple[str, ...]:
 
 def _check_missing_torch(facts: DeviceFacts) -> Finding:
     failure = facts.test.failure or "unknown error"
-    commands = [_install_command(facts.system)]
+    commands = ["molink setup"]
     if facts.system == "win32" and _DLL_ERROR.search(failure):
         commands.insert(0, "winget install Microsoft.VCRedist.2015+.x64")
     text = f"torch can't be used, so this PC can't hold layers: {failure}"
@@ -58,7 +54,7 @@ def _check_torch(facts: DeviceFacts, about: TorchInfo) -> Finding:
             "torch",
             "problem",
             f"{text}: the GPU of this PC ({name}) is not used; everything runs on the CPU",
-            (_install_command(facts.system, "--cuda"),),
+            (_CUDA_COMMAND,),
         )
     return Finding("torch", "ok", text)
 
@@ -89,19 +85,10 @@ def _check_gpu(facts: DeviceFacts, about: TorchInfo) -> Finding | None:
             f"driver {card.driver} supports CUDA up to {card.cuda}, but torch was built for "
             f"{about.cuda}: the GPU can't be used. Update the driver, or install a torch "
             "build for this driver",
-            (*_driver_commands(system), _reinstall_command(system)),
+            (*_driver_commands(system), _CUDA_COMMAND),
         )
     why = about.reason or "torch finds no GPU, but nvidia-smi does; is CUDA_VISIBLE_DEVICES set?"
     return Finding("gpu", "problem", f"torch can't use the GPU: {why}", _restart_commands(system))
-
-
-def _reinstall_command(system: str) -> str:
-    """Uninstall torch first: the installer keeps an existing one."""
-    python, also = (".venv/bin/python", "&&")
-    if system == "win32":
-        python, also = ".venv\\Scripts\\python", ";"
-    remove = f"{python} -m pip uninstall -y torch"
-    return f"{remove}{'' if also == ';' else ' '}{also} {_install_command(system, '--cuda')}"
 
 
 def _restart_commands(system: str) -> tuple[str, ...]:
@@ -126,7 +113,7 @@ def _check_architecture(about: TorchInfo, gpus: tuple[TorchGpu, ...]) -> Finding
 
 def _check_triton(facts: DeviceFacts, problem: str) -> Finding:
     """Say what the GPU misses without Triton."""
-    commands = (_install_command(facts.system, "--cuda"),)
+    commands = (_CUDA_COMMAND,)
     if facts.system != "win32" and "installed" not in problem:
         commands = ("sudo apt install gcc python3-dev  # then start molink again",)
     text = f"Triton can't compile kernels for the GPU ({problem}): molink uses slower ones"

@@ -256,7 +256,11 @@ def _parse_probe(code: int, output: bytes, errors: bytes) -> DeviceProbe:
         lines = errors.decode("utf-8", "replace").strip().splitlines()
         if lines and "not compiled with CUDA" in lines[-1]:
             raise WorkerError(
-                "torch is the CPU build, so CUDA devices are unavailable: run ./install.sh --cuda"
+                "torch is the CPU build, so CUDA devices are unavailable: run `molink setup --cuda`"
+            )
+        if lines and "No module named 'torch'" in lines[-1]:
+            raise WorkerError(
+                "torch is not installed, so this PC can't hold layers: run `molink setup`"
             )
         raise WorkerError(f"can't measure the device: {lines[-1] if lines else 'no message'}")
     try:

@@ -150,8 +150,8 @@ def _parse(code: int, output: bytes, errors: bytes) -> StageBenchResult:
 def _error_of(code: int, line: str) -> MolinkError:
     if "not compiled with CUDA" in line or "this torch sees no such GPU" in line:
         return UsageError(
-            "torch finds no such GPU: check `nvidia-smi`, and run "
-            "./install.sh --cuda if torch is the CPU build"
+            "torch finds no such GPU: check `nvidia-smi`, and run `molink setup --cuda` if torch "
+            "is the CPU build"
         )
     if code == UsageError.exit_code:
         return UsageError(line)

@@ -52,26 +52,26 @@ def expect(found: Finding, level: str, text: str, command: str | None = None) ->
             device(card=CARD),
             "problem",
             "the GPU of this PC (NVIDIA GeForce RTX 3060) is not used",
-            "./install.sh --cuda",
+            "molink setup --cuda",
         ),
         (
             device(is_plugged_in=True),
             "problem",
             "(an NVIDIA GPU) is not used",
-            "./install.sh --cuda",
+            "molink setup --cuda",
         ),
         (
             device(card=CARD, system="win32"),
             "problem",
             "is not used",
-            "powershell -ExecutionPolicy Bypass -File install.ps1 --cuda",
+            "molink setup --cuda",
         ),
         (device(card=CARD, configured_device="cpu"), "ok", "CPU build", None),
         (
             device(None, failure="ModuleNotFoundError: No module named 'torch'"),
             "problem",
             "this PC can't hold layers: ModuleNotFoundError",
-            "./install.sh",
+            "molink setup",
         ),
         (
             device(None, failure="OSError: [WinError 126] c10.dll", system="win32"),
@@ -79,7 +79,7 @@ def expect(found: Finding, level: str, text: str, command: str | None = None) ->
             "WinError 126",
             "winget install Microsoft.VCRedist.2015+.x64",
         ),
-        (device(None), "problem", "unknown error", "./install.sh"),
+        (device(None), "problem", "unknown error", "molink setup"),
     ],
 )
 def test_torch(facts: Any, level: str, text: str, command: str | None) -> None:
@@ -116,13 +116,13 @@ PASCAL = TorchGpu(name="GTX 1080", capability="6.1")
             "problem",
             "driver 550.54 supports CUDA up to 12.4",
             "sudo ubuntu-drivers install && sudo reboot  # not Ubuntu: https://www.nvidia.com/drivers"
-            "\n.venv/bin/python -m pip uninstall -y torch && ./install.sh --cuda",
+            "\nmolink setup --cuda",
         ),
         (
             device(CUDA_BUILD, card=CARD, system="win32"),
             "problem",
             "the GPU can't be used",
-            ".venv\\Scripts\\python -m pip uninstall -y torch; powershell -Exec",
+            "molink setup --cuda",
         ),
         (
             device(
@@ -174,8 +174,8 @@ def test_the_gpu_is_not_checked_if_unwanted() -> None:
 @pytest.mark.parametrize(
     ("problem", "system", "command"),
     [
-        ("it is not installed", "linux", "./install.sh --cuda"),
-        ("it is not installed", "win32", "install.ps1 --cuda"),
+        ("it is not installed", "linux", "molink setup --cuda"),
+        ("it is not installed", "win32", "molink setup --cuda"),
         ("there is no C compiler", "linux", "sudo apt install gcc python3-dev"),
     ],
 )

@@ -61,7 +61,7 @@ def test_options_and_result_are_passed() -> None:
             "import sys; print('there is no device cuda:0: this torch sees no such GPU', "
             "file=sys.stderr); sys.exit(2)",
             UsageError,
-            "install.sh --cuda",
+            "molink setup --cuda",
         ),
     ],
 )

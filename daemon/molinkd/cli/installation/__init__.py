@@ -1,0 +1,1 @@
+"""``molink setup``, ``update`` and ``uninstall``: the program on this PC."""
