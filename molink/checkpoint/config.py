@@ -140,11 +140,12 @@ def _parse_intermediate_size(fields: ConfigFields) -> int:
     """Width of plain MLPs.
 
     LFM2 may state a width from which it derives the real one, a multiple of a block. Granite 4
-    without experts has only the shared one.
+    without experts has only the shared one. Llama 4 states that of experts separately.
     """
     if fields.get_value("num_local_experts") == 0:
         return fields.get_integer("shared_intermediate_size", 1024, _MAX_INTERMEDIATE)
-    name = "intermediate_size" if fields.get_value("block_ff_dim") is None else "block_ff_dim"
+    other = ("block_ff_dim", "intermediate_size_mlp")
+    name = next((one for one in other if fields.get_value(one) is not None), "intermediate_size")
     size = fields.get_integer(name, maximum=_MAX_INTERMEDIATE)
     if not fields.get_boolean("block_auto_adjust_ff_dim", False):
         return size

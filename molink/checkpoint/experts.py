@@ -23,7 +23,8 @@ class Routing:
     only (arXiv 2408.15664). Of ``groups`` equal groups of experts, only the ``top_groups`` with the
     highest sums of their ``group_voters`` (1 or 2) best experts take part (DeepSeek-V3, arXiv
     2412.19437, §2.1.2). An expert's weight is its score; with ``renormalize`` divided by the sum of
-    the row's, which is at least ``min_sum``; times ``scale``.
+    the row's, which is at least ``min_sum``; times ``scale``. It multiplies what the expert returns
+    or, with ``scales_input``, what the only expert of a row reads.
 
     ``sparsemixer`` (arXiv 2409.12136) chooses experts one after the other. The best one's weight is
     its probability among those whose logits are close to its own: the difference is at most twice
@@ -41,6 +42,7 @@ class Routing:
     min_sum: float = 0.0
     scale: float = 1.0
     jitter: float = 0.0
+    scales_input: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,6 +203,34 @@ def lfm2_experts(fields: ConfigFields, layers: int) -> ExpertsConfig:
         down="w2",
     )
     return _check_experts(experts, layers, fields.where)
+
+
+def llama4_experts(fields: ConfigFields, layers: int) -> ExpertsConfig | None:
+    """Llama 4: one expert of a row, which reads it times a sigmoid, beside a shared one.
+
+    ``None`` if no layer has experts.
+    """
+    step = fields.get_integer("interleave_moe_layer_step", 1)
+    listed = fields.get_value("moe_layers") is not None
+    sparse = fields.get_integers("moe_layers") if listed else range(step - 1, layers, step)
+    if fields.get_integer("num_experts_per_tok", 1) != 1:
+        raise UnsupportedModel(f"{fields.where}: only 1 is supported as num_experts_per_tok")
+    inner = fields.get_integer("intermediate_size", maximum=MAX_EXPERT_SIZE)
+    experts = ExpertsConfig(
+        num_experts=fields.get_integer("num_local_experts", 16, maximum=_MAX_EXPERTS),
+        top_k=1,
+        intermediate_size=inner,
+        renormalize=False,
+        scoring="sigmoid",
+        scales_input=True,
+        dense_layers=frozenset(range(layers)).difference(sparse),
+        module="feed_forward",
+        gate="router",
+        shared_intermediate_size=inner,
+        shared="shared_expert",
+    )
+    checked = _check_experts(experts, layers, fields.where)
+    return checked if len(experts.dense_layers) < layers else None
 
 
 def gpt_oss_experts(fields: ConfigFields, layers: int) -> ExpertsConfig:

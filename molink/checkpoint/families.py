@@ -21,6 +21,7 @@ Supported ``architectures``:
   latter with latent attention
 - ``Qwen2ForCausalLM`` (also 2.5), ``Qwen3ForCausalLM``: windows in some layers
 - ``Phi3ForCausalLM``: Phi-3, Phi-3.5, Phi-4 and Phi-4-mini; merged projections, LongRoPE
+- ``Llama4ForCausalLM``: attention in chunks where there is RoPE, experts whose input is scaled
 - ``MixtralForCausalLM``, ``Qwen2MoeForCausalLM``, ``Qwen3MoeForCausalLM``: experts
 - ``Qwen3NextForCausalLM``, ``Qwen3_5ForCausalLM``, ``Qwen3_5MoeForCausalLM``: gated delta rule in
   most layers, gated attention in the others
@@ -99,11 +100,13 @@ Family = Literal[
     "nemotron_h",
     "olmo_hybrid",
     "falcon_h1",
+    "llama4_text",
 ]
 
 #: ``architectures`` entry → family, which is also its ``model_type``.
 ARCHITECTURES: dict[str, Family] = {
     "LlamaForCausalLM": "llama",
+    "Llama4ForCausalLM": "llama4_text",
     "GraniteForCausalLM": "granite",
     "GraniteMoeForCausalLM": "granitemoe",
     "GraniteMoeHybridForCausalLM": "granitemoehybrid",
@@ -253,6 +256,11 @@ CONFIG_DEFAULTS: dict[Family, dict[str, Any]] = {
         "num_key_value_heads": 8,
     },
     "phimoe": {"rms_norm_eps": 1e-5, "num_local_experts": 16},
+    "llama4_text": {
+        "rms_norm_eps": 1e-5,
+        "intermediate_size": 8192,
+        "intermediate_size_mlp": 16384,
+    },
     "ministral3": {
         "head_dim": 128,
         "rms_norm_eps": 1e-5,
@@ -306,6 +314,7 @@ _FAMILIES: dict[Family, Callable[[ConfigFields, int], FamilyTraits]] = {
     "qwen2": family_traits.qwen2,
     "qwen3": family_traits.qwen3,
     "phi3": family_traits.phi3,
+    "llama4_text": mixture_traits.llama4,
     "mixtral": mixture_traits.mixtral,
     "qwen2_moe": mixture_traits.qwen2_moe,
     "qwen3_moe": mixture_traits.qwen3_moe,

@@ -29,6 +29,7 @@ from molink.checkpoint.trait_fields import (
     parse_softcap,
     parse_typed_windows,
     parse_uniform_windows,
+    parse_unrotated_layers,
     parse_upper_windows,
     refuse_other,
     refuse_windows,
@@ -99,19 +100,11 @@ def seed_oss(fields: ConfigFields, layers: int) -> FamilyTraits:
 
 def smollm3(fields: ConfigFields, layers: int) -> FamilyTraits:
     """Llama with RoPE only in layers whose ``no_rope_layers`` is 1."""
-    interval = fields.get_integer("no_rope_layer_interval", 4)
-    rotated = fields.get_integers("no_rope_layers") or tuple(
-        int((layer + 1) % interval != 0) for layer in range(layers)
-    )
-    if len(rotated) < layers:
-        raise BrokenModel(
-            f"{fields.where}: no_rope_layers has {len(rotated)} entries for {layers} layers"
-        )
     rope = parse_rope(fields, RopeDefaults(theta=2e6))
     return replace(
         llama(fields, layers),
         rope=rope,
-        unrotated_layers=frozenset(layer for layer in range(layers) if not rotated[layer]),
+        unrotated_layers=parse_unrotated_layers(fields, layers),
         tied_embeddings=fields.get_boolean("tie_word_embeddings", True),
     )
 

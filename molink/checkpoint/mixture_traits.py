@@ -16,6 +16,7 @@ from molink.checkpoint.experts import (
     granite_hybrid_experts,
     hunyuan_experts,
     lfm2_experts,
+    llama4_experts,
     minimax_experts,
     mistral4_experts,
     mixtral_experts,
@@ -40,6 +41,7 @@ from molink.checkpoint.recurrent import (
     parse_nemotron_mamba2,
 )
 from molink.checkpoint.rope import (
+    QueryScaling,
     RopeDefaults,
     parse_query_scaling,
     parse_rope,
@@ -50,8 +52,10 @@ from molink.checkpoint.trait_fields import (
     base_traits,
     count_draft_layers,
     parse_activation,
+    parse_chunks,
     parse_typed_windows,
     parse_uniform_windows,
+    parse_unrotated_layers,
     parse_windows_from,
     refuse_other,
     refuse_windows,
@@ -126,6 +130,32 @@ def mixtral(fields: ConfigFields, layers: int) -> FamilyTraits:
         base_traits(fields, layers, rope=parse_rope(fields, RopeDefaults(theta=1e6))),
         windows=parse_uniform_windows(fields, layers, None),
         experts=mixtral_experts(fields, layers),
+    )
+
+
+def llama4(fields: ConfigFields, layers: int) -> FamilyTraits:
+    """Llama 4: attention in chunks where there is RoPE, experts in some layers or all."""
+    unrotated = parse_unrotated_layers(fields, layers)
+    biased = fields.get_boolean("attention_bias", False)
+    scaling = QueryScaling(
+        fields.get_positive("attn_scale", 0.1),
+        fields.get_integer("floor_scale", 8192),
+        offset=1,
+        unrotated_only=True,
+    )
+    rope = parse_rope(fields, RopeDefaults(theta=500_000.0))
+    return replace(
+        base_traits(fields, layers, head_dim=128, rope=rope),
+        windows=parse_chunks(fields, layers, unrotated),
+        chunked_windows=True,
+        unrotated_layers=unrotated,
+        interleaved_rope=True,
+        query_scaling=scaling if fields.get_boolean("attn_temperature_tuning", True) else None,
+        attention_bias=biased,
+        output_bias=biased,
+        qk_norm="each unweighted head" if fields.get_boolean("use_qk_norm", True) else "none",
+        mlp_names=MlpNames("feed_forward"),
+        experts=llama4_experts(fields, layers),
     )
 
 

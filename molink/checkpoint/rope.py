@@ -65,10 +65,15 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True)
 class QueryScaling:
-    """Multiplies queries by ``1 + slope * log(1 + position // interval)``."""
+    """Multiplies queries by ``1 + slope * log(1 + (position + offset) // interval)``.
+
+    Perhaps in layers without RoPE only.
+    """
 
     slope: float
     interval: int
+    offset: int = 0
+    unrotated_only: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,9 +247,9 @@ def _scale_rope(
         )
     if min(rope.beta_fast, rope.beta_slow) <= 0:
         raise BrokenModel(f"{fields.where}: beta_fast and beta_slow must be positive")
-    if rope.kind == "llama3" and not 0 < rope.low_freq_factor < rope.high_freq_factor:
+    if rope.kind == "llama3" and not 0 < rope.low_freq_factor <= rope.high_freq_factor:
         raise BrokenModel(
-            f"{fields.where}: low_freq_factor {rope.low_freq_factor} must be positive and below "
+            f"{fields.where}: low_freq_factor {rope.low_freq_factor} must be positive and at most "
             f"high_freq_factor {rope.high_freq_factor}"
         )
     return rope

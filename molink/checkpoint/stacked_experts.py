@@ -1,4 +1,4 @@
-"""Experts that a checkpoint stores as one tensor per layer (gpt-oss, Granite, Qwen3.5).
+"""Experts that a checkpoint stores as one tensor per layer (gpt-oss, Granite, Qwen3.5, Llama 4).
 
 Elsewhere each expert has separate tensors, ``….experts.3.down_proj.weight``; this module maps them
 into stacks. Weights of a stack ``[experts, in, out]`` are transposed. In MXFP4 (OCP Microscaling
@@ -8,7 +8,8 @@ Biases are ``…_bias`` ``[experts, out]``.
 
 Granite's ``input_linear`` is a stack ``[experts, 2 * out, in]`` of gates and ups, ``output_linear``
 one of ``[experts, out, in]``. Qwen3.5 calls them ``experts.gate_up_proj`` and
-``experts.down_proj``, as gpt-oss does, but has no biases.
+``experts.down_proj``, as gpt-oss does, but has no biases. Llama 4's have the same names in a module
+``feed_forward`` and are transposed.
 """
 
 import re
@@ -20,20 +21,22 @@ from molink.gguf.block_formats import MXFP4_BLOCK
 _EXPERT_PATTERN = re.compile(r"(.+\.experts)\.(0|[1-9][0-9]{0,3})\.([a-z_]+)\.(weight|bias)")
 
 
-#: An expert's projection → its stack in Granite, and in Qwen3.5; which of so many equal parts of an
-#: entry's rows it is.
+#: An expert's projection → its stack in Granite, and in Qwen3.5 and Llama 4; which of so many equal
+#: parts of an entry's outputs it is.
 _ROW_STACKS = {
     "gate_proj": ("input_linear.weight", "experts.gate_up_proj", 0, 2),
     "up_proj": ("input_linear.weight", "experts.gate_up_proj", 1, 2),
     "down_proj": ("output_linear.weight", "experts.down_proj", 0, 1),
 }
+#: The module of stacks with the latter names that are transposed.
+_TRANSPOSED_MODULE = "feed_forward."
 
 
 @dataclass(frozen=True, slots=True)
 class StackedExpert:
     """An expert's tensor is entry ``index`` of the tensors ``names`` (two for MXFP4).
 
-    If not ``is_transposed``, it is the ``part``-th of ``parts`` equal parts of the entry's rows.
+    It is the ``part``-th of ``parts`` equal parts of the entry's outputs.
     """
 
     index: int
@@ -58,9 +61,8 @@ class StackedExpert:
             scales = (count, shape[0], groups)
             shapes = ((*scales, MXFP4_BLOCK // 2), scales)
             return {} if rest else dict(zip(self.names, shapes, strict=True))
-        if not self.is_transposed:
-            return {self.names[0]: (count, shape[0] * self.parts, *shape[1:])}
-        return {self.names[0]: (count, *reversed(shape))}
+        whole = shape[0] * self.parts, *shape[1:]
+        return {self.names[0]: (count, *(reversed(whole) if self.is_transposed else whole))}
 
 
 def find_stack(name: str, found: Container[str]) -> StackedExpert | None:
@@ -79,7 +81,8 @@ def find_stack(name: str, found: Container[str]) -> StackedExpert | None:
             module = prefix.removesuffix("experts")
             for rows in (f"{module}{name}" for name in names):
                 if rows in found and f"{rows}_bias" not in found:
-                    return StackedExpert(int(index), (rows,), False, part, parts)
+                    turned = module.endswith(_TRANSPOSED_MODULE)
+                    return StackedExpert(int(index), (rows,), turned, part, parts)
     chosen = next((names for names in spellings if names[0] in found), None)
     return None if chosen is None else StackedExpert(int(index), chosen)
 

@@ -122,7 +122,7 @@ def _small_tensors(config: ModelConfig, layer: int) -> TensorShapes:
         shapes[f"{KEY_NORM_NAME}.weight"] = (config.latent.rank,)
         if config.latent.query_rank:
             shapes[f"{QUERY_NORM_NAME}.weight"] = (config.latent.query_rank,)
-    if config.qk_norm != "none":
+    if config.qk_norm not in ("none", "each unweighted head"):
         for name, heads in zip(config.qk_norm_names, (config.heads, config.kv_heads), strict=True):
             shapes[f"self_attn.{name}.weight"] = _head_norm_shape(config, heads)
     return shapes

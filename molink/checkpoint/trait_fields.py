@@ -18,7 +18,7 @@ _ACTIVATIONS: dict[str, Activation] = {
 }
 #: Activations of MLPs without gates.
 _PLAIN_ACTIVATIONS: dict[str, Activation] = {"relu2": "relu2"}
-_FULL, _SLIDING = "full_attention", "sliding_attention"
+_FULL, _SLIDING, _CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 #: Limits for damaged configs.
 MAX_HEADS = 4096
 _MAX_DRAFT_LAYERS = 64
@@ -120,6 +120,29 @@ def parse_typed_windows(fields: ConfigFields, layers: int, full_every: int) -> t
     return _make_windows(fields, listed, layers, window)
 
 
+def parse_chunks(fields: ConfigFields, layers: int, unrotated: frozenset[int]) -> tuple[int, ...]:
+    """``attention_chunk_size`` in layers that ``layer_types`` names; without that list, in those
+    with RoPE (Llama 4)."""
+    chunk = fields.get_optional_integer("attention_chunk_size", 8192)
+    listed = fields.get_strings("layer_types")
+    if listed is None:
+        listed = tuple(_FULL if layer in unrotated else _CHUNKED for layer in range(layers))
+    return _make_windows(fields, listed, layers, chunk, (_CHUNKED, "attention_chunk_size"))
+
+
+def parse_unrotated_layers(fields: ConfigFields, layers: int) -> frozenset[int]:
+    """Layers without RoPE: those whose ``no_rope_layers`` is 0, or each 4th."""
+    interval = fields.get_integer("no_rope_layer_interval", 4)
+    rotated = fields.get_integers("no_rope_layers") or tuple(
+        int((layer + 1) % interval != 0) for layer in range(layers)
+    )
+    if len(rotated) < layers:
+        raise BrokenModel(
+            f"{fields.where}: no_rope_layers has {len(rotated)} entries for {layers} layers"
+        )
+    return frozenset(layer for layer in range(layers) if not rotated[layer])
+
+
 def refuse_windows(fields: ConfigFields) -> None:
     """Refuse a config with windows, for families without them."""
     kinds = fields.get_strings("layer_types") or ()
@@ -133,14 +156,19 @@ def refuse_windows(fields: ConfigFields) -> None:
 
 
 def _make_windows(
-    fields: ConfigFields, kinds: tuple[str, ...], layers: int, window: int | None
+    fields: ConfigFields,
+    kinds: tuple[str, ...],
+    layers: int,
+    window: int | None,
+    named: tuple[str, str] = (_SLIDING, "sliding_window"),
 ) -> tuple[int, ...]:
-    where = fields.where
+    """``window`` in layers whose kind is the first of ``named``; the second is its field."""
+    where, (windowed, field) = fields.where, named
     if len(kinds) != layers:
         raise BrokenModel(f"{where}: layer_types has {len(kinds)} entries for {layers} layers")
-    other = next((kind for kind in kinds if kind not in (_FULL, _SLIDING)), None)
+    other = next((kind for kind in kinds if kind not in (_FULL, windowed)), None)
     if other is not None:
         raise UnsupportedModel(f"{where}: layers with {other!r} are not supported")
-    if window is None and _SLIDING in kinds:
-        raise BrokenModel(f"{where}: layer_types has {_SLIDING!r}, but there is no sliding_window")
-    return tuple((window or 0) if kind == _SLIDING else 0 for kind in kinds)
+    if window is None and windowed in kinds:
+        raise BrokenModel(f"{where}: layer_types has {windowed!r}, but there is no {field}")
+    return tuple((window or 0) if kind == windowed else 0 for kind in kinds)

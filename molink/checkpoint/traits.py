@@ -14,8 +14,16 @@ SWIGLU_ALPHA = 1.702
 #: ``relu2``, the square of a positive number, has no gate: ``act(up)``.
 Activation = Literal["silu", "gelu_tanh", "clamped_swiglu", "relu2"]
 #: Over which elements query and key norms take the mean square, and whether after rotation or less
-#: the mean; centered heads have weights of their own.
-HeadNorm = Literal["none", "each head", "all heads", "each rotated head", "each centered head"]
+#: the mean; centered heads have weights of their own. Unweighted ones follow rotation and are only
+#: where there is one.
+HeadNorm = Literal[
+    "none",
+    "each head",
+    "all heads",
+    "each rotated head",
+    "each centered head",
+    "each unweighted head",
+]
 #: Norms of rows: by the mean square, or LayerNorm without and with a bias.
 NormKind = Literal["rms", "layer", "biased layer"]
 
@@ -85,7 +93,8 @@ class FamilyTraits:
     """Traits in which families differ.
 
     Attention: ``attention_bias`` is for q, k and v, ``output_bias`` for o, ``head_bias`` for
-    logits; ``attention_scale`` multiplies q·k. ``windows`` is per layer, 0 = full attention.
+    logits; ``attention_scale`` multiplies q·k. ``windows`` is per layer, 0 = full attention;
+    with ``chunked_windows`` a row attends to its own chunk of so many positions instead.
     ``sliding_rope`` applies to sliding-window layers if set; ``unrotated_layers`` have no RoPE.
     With ``interleaved_rope``, pairs of neighbours are rotated, else dimensions half the rotated
     size apart. ``query_scaling`` makes queries grow with their position. With ``sinks``
@@ -119,6 +128,7 @@ class FamilyTraits:
     attention_scale: float
     windows: tuple[int, ...]
     rope: RopeConfig
+    chunked_windows: bool = False
     sliding_rope: RopeConfig | None = None
     unrotated_layers: frozenset[int] = frozenset()
     interleaved_rope: bool = False
@@ -177,6 +187,13 @@ class FamilyTraits:
         if layer in self.unrotated_layers:
             return None
         return int(self.sliding_rope is not None and self.windows[layer] > 0)
+
+    def scales_queries(self, layer: int) -> bool:
+        """Whether a layer's queries grow with their position."""
+        scaling = self.query_scaling
+        if scaling is None:
+            return False
+        return layer in self.unrotated_layers or not scaling.unrotated_only
 
     @property
     def keys_depend_on_length(self) -> bool:

@@ -10,6 +10,7 @@ from molink.gguf.arch_metadata import ArchMetadata
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 #: llama.cpp's numbers of what scores experts.
 _SOFTMAX, _SIGMOID = 1, 2
+_MAVERICK_EXPERTS = 128
 
 
 def _llama_config(about: ArchMetadata) -> dict[str, Any]:
@@ -20,6 +21,25 @@ def _llama_config(about: ArchMetadata) -> dict[str, Any]:
         "architectures": ["MixtralForCausalLM"],
         **_expert_counts(about, "num_local_experts"),
         "sliding_window": None,
+    }
+
+
+def _llama4_config(about: ArchMetadata) -> dict[str, Any]:
+    """Llama 4; GGUF has no keys for what its two released models have in common."""
+    key = "attention.sliding_window"
+    if about.has_key(key) and not about.get_count(key):
+        raise UnsupportedModel(
+            f"{about.metadata.where}: {about.full_key(key)} 0 (no chunks) is not supported"
+        )
+    experts = _expert_counts(about, "num_local_experts")
+    return {
+        "architectures": ["Llama4ForCausalLM"],
+        **experts,
+        "intermediate_size": about.get_integer("expert_feed_forward_length"),
+        "intermediate_size_mlp": about.get_uniform("feed_forward_length"),
+        "interleave_moe_layer_step": about.get_integer("interleave_moe_layer_step"),
+        # As llama.cpp tells Scout and Maverick apart.
+        "use_qk_norm": experts["num_local_experts"] != _MAVERICK_EXPERTS,
     }
 
 
@@ -485,6 +505,7 @@ def _attention_scalar(about: ArchMetadata, largest: int) -> int:
 #: GGUF architecture → its fields.
 FAMILY_CONFIGS: dict[str, Callable[[ArchMetadata], dict[str, Any]]] = {
     "llama": _llama_config,
+    "llama4": _llama4_config,
     "mistral3": _mistral3_config,
     "granite": _granite_config,
     "granitemoe": _granite_moe_config,

@@ -138,6 +138,14 @@ _LFM2_MODULES = _MODULES | {
     "ffn_gate_inp": "feed_forward.gate",
     **{f"shortconv.{part}": f"conv.{part}" for part in ("conv", "in_proj", "out_proj")},
 }
+_LLAMA4_MODULES = _MODULES | {
+    "ffn_gate_inp": "feed_forward.router",
+    **{f"ffn_{part}": f"feed_forward.{part}_proj" for part in ("gate", "up", "down")},
+    **{
+        f"ffn_{part}_shexp": f"feed_forward.shared_expert.{part}_proj"
+        for part in ("gate", "up", "down")
+    },
+}
 _HUNYUAN_MODULES = _MODULES | {
     "attn_q_norm": "self_attn.query_layernorm",
     "attn_k_norm": "self_attn.key_layernorm",
@@ -147,6 +155,7 @@ _HUNYUAN_MODULES = _MODULES | {
 _FAMILY_MODULES = {
     "Phi3": _PHI_MODULES,
     "Mixtral": _MIXTRAL_MODULES,
+    "Llama4": _LLAMA4_MODULES,
     "GraniteMoeHybrid": _HYBRID_MODULES,
     "GptOss": _GPT_OSS_MODULES,
     "GraniteMoe": _MODULES | {"ffn_gate_inp": "block_sparse_moe.router.layer"},
@@ -205,6 +214,7 @@ _FAMILY_EXPERTS = {
         module: name.replace("block_sparse_moe", "feed_forward")
         for module, name in _MIXTRAL_EXPERTS.items()
     },
+    "Llama4": {module: f"feed_forward.{name[4:]}" for module, name in _EXPERTS.items()},
     "GptOss": _GPT_OSS_EXPERTS,
     "Mixtral": _MIXTRAL_EXPERTS,
     "MiniMaxM2": _MIXTRAL_EXPERTS,

@@ -85,6 +85,55 @@ def test_smollm3_has_layers_without_rope(load: Callable[..., Any]) -> None:
     assert listed.rope.theta == 5e6
 
 
+#: Llama 4 Scout's text model as released, shrunk.
+LLAMA4 = {
+    "attention_chunk_size": 8192,
+    "intermediate_size_mlp": 256,
+    "interleave_moe_layer_step": 1,
+    "no_rope_layers": [],
+    "num_experts_per_tok": 1,
+    "num_local_experts": 16,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "rope_scaling": {
+        "factor": 16.0,
+        "high_freq_factor": 1.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "use_qk_norm": True,
+}
+
+
+def test_llama4_has_chunks_where_it_rotates(load: Callable[..., Any]) -> None:
+    config = load("llama4_text", **LLAMA4)
+    assert (config.windows, config.chunked_windows) == ((8192, 8192, 8192, 0), True)
+    assert [config.rope_index(layer) for layer in range(4)] == [0, 0, 0, None]
+    assert [config.scales_queries(layer) for layer in range(4)] == [False, False, False, True]
+    assert config.query_scaling == QueryScaling(0.1, 8192, offset=1, unrotated_only=True)
+    assert (config.rope.kind, config.head_dim, config.interleaved_rope) == ("llama3", 128, True)
+    shapes = layer_tensors(config, 0)
+    assert shapes["model.layers.0.feed_forward.router.weight"] == (16, 96)
+    assert shapes["model.layers.0.feed_forward.experts.15.gate_proj.weight"] == (128, 96)
+    assert shapes["model.layers.0.feed_forward.shared_expert.down_proj.weight"] == (96, 128)
+    assert not any("q_norm" in name for name in shapes)
+    plain = load("llama4_text", **LLAMA4 | {"attn_temperature_tuning": False, "use_qk_norm": False})
+    assert (plain.query_scaling, plain.qk_norm) == (None, "none")
+
+
+def test_llama4_has_experts_in_some_layers(load: Callable[..., Any]) -> None:
+    config = load("llama4_text", **LLAMA4 | {"interleave_moe_layer_step": 2})
+    assert config.experts is not None
+    assert config.experts.dense_layers == {0, 2}
+    dense = layer_tensors(config, 2)
+    assert dense["model.layers.2.feed_forward.down_proj.weight"] == (96, 256)
+    listed = load("llama4_text", **LLAMA4 | {"moe_layers": [0]})
+    assert listed.experts is not None
+    assert listed.experts.dense_layers == {1, 2, 3}
+    assert load("llama4_text", **LLAMA4 | {"moe_layers": []}).experts is None
+
+
 def test_olmo2_has_norms_after_only(load: Callable[..., Any]) -> None:
     config = load("olmo2", rms_norm_eps=...)
     shapes = layer_tensors(config, 0)
@@ -885,6 +934,9 @@ def test_gemma3_in_both_spellings(load: Callable[..., Any]) -> None:
         ("lfm2", {"block_ffn_dim_multiplier": -1}, "block_ffn_dim_multiplier must be positive"),
         ("lfm2", {"block_ffn_dim_multiplier": 10**9}, "intermediate_size"),
         ("lfm2_moe", {"num_experts_per_tok": 33}, "num_experts_per_tok 33 exceeds the 32"),
+        ("llama4_text", {"attention_chunk_size": None}, "there is no attention_chunk_size"),
+        ("llama4_text", {"attn_scale": -1}, "attn_scale must be positive"),
+        ("llama4_text", {"no_rope_layers": [1]}, "no_rope_layers has 1 entries for 4 layers"),
         ("glm4_moe", {"n_routed_experts": 9, "n_group": 2}, "9 experts can't be divided into"),
         ("glm4_moe", {"n_routed_experts": 8, "n_group": 8}, "groups of 2 or more"),
         ("glm4_moe", {"n_group": 2, "topk_group": 3}, "topk_group 3 exceeds n_group 2"),
@@ -956,6 +1008,8 @@ def test_impossible_fields_are_named(
             "mlp_hidden_act 'silu' is not supported .only relu2",
         ),
         ("cohere2", {"use_qk_norm": True}, "use_qk_norm"),
+        ("llama4_text", {"num_experts_per_tok": 2}, "only 1 is supported as num_experts_per_tok"),
+        ("llama4_text", {"layer_types": [SLIDING] * 4}, "layers with 'sliding_attention'"),
         ("gpt_oss", {"swiglu_alpha": 1.0}, "swiglu_alpha 1.0"),
         ("gpt_oss", {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ("smollm3", {"use_sliding_window": True, "sliding_window": 8}, "sliding_attention"),
@@ -1025,6 +1079,9 @@ FIELDS = (
     "attention_multiplier",
     "logits_scaling",
     "no_rope_layers",
+    "attention_chunk_size",
+    "moe_layers",
+    "interleave_moe_layer_step",
     "shared_expert_intermediate_size",
     "qkv_bias",
     "swiglu_limit",

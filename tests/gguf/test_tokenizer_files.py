@@ -107,6 +107,7 @@ RELEASED = {
     "llama": ("llama-bpe", "smaug-bpe", "tekken", "smollm", "deepseek-coder", "falcon3", "mellum"),
     "qwen2": ("qwen2", "deepseek-r1-qwen", "a.x-4.0"),
     "phi3": ("dbrx", "gpt-4o"),
+    "llama4": ("llama4",),
     "granite": ("refact",),
     "olmo2": ("dbrx",),
     "glm4": ("glm4", "chatglm-bpe"),

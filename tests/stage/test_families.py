@@ -331,6 +331,27 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "gemma3 that sees": ("gemma3", {"layer_types": [SLIDING, SLIDING, FULL, SLIDING]}),
+    "llama4": ("llama4_text", {}),
+    "llama4 all experts": (
+        "llama4_text",
+        {
+            "interleave_moe_layer_step": 1,
+            "no_rope_layers": None,
+            "no_rope_layer_interval": 2,
+            "use_qk_norm": False,
+            "attention_bias": True,
+            "rope_parameters": LLAMA3_ROPE | {"high_freq_factor": 1.0},
+        },
+    ),
+    "llama4 without temperature": (
+        "llama4_text",
+        {
+            "moe_layers": [0, 1, 3],
+            "attn_temperature_tuning": False,
+            "layer_types": ["chunked_attention", FULL, "chunked_attention", FULL],
+            "attention_chunk_size": 8,
+        },
+    ),
     "mistral3": ("mistral3", {}),
     "mistral3 tied": ("mistral3", {"tie_word_embeddings": True}),
 }
@@ -366,6 +387,7 @@ KINDS = (
     "nemotron_h dense",
     "olmo_hybrid",
     "falcon_h1",
+    "llama4",
 )
 BLOCKS = (5, 0, 17, 3, 9, 30, 2, 40, 11, 12, 13, 21, 22, 23, 1, 4, 6, 7, 8, 10)
 LENGTH = 75
@@ -453,6 +475,28 @@ def test_phi4_multimodal_without_what_sees_and_hears(
     path.write_text(json.dumps(config), encoding="utf-8")
     logits = make_ring(folder, (1,)).run(tokens, rows)
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+
+
+def test_llama4_as_on_the_hub(
+    folder_of: Callable[..., Path],
+    make_model: MakeModel,
+    tmp_path: Path,
+    make_ring: type[Ring],
+    random_tokens: Callable[..., list[int]],
+) -> None:
+    tokens, rows = random_tokens(40), [SequenceRows(0, 40, BLOCKS)]
+    expected = make_ring(folder_of("llama4"), (1,)).run(tokens, rows)
+    folder = make_model(tmp_path, "llama4_text", 3)
+    weights, path = folder / "model.safetensors", folder / "config.json"
+    stored = {f"language_model.{name}": each for name, each in load(weights.read_bytes()).items()}
+    assert "language_model.model.layers.1.feed_forward.experts.gate_up_proj" in stored
+    stored["vision_model.class_embedding"] = torch.ones(3)
+    stored["multi_modal_projector.linear_1.weight"] = torch.ones(3, 3)
+    save_file(stored, weights, {"format": "pt"})
+    inner = json.loads(path.read_text(encoding="utf-8"))
+    config = {"architectures": ["Llama4ForConditionalGeneration"], "text_config": inner}
+    path.write_text(json.dumps({**config, "model_type": "llama4"}), encoding="utf-8")
+    assert torch.equal(make_ring(folder, (1,)).run(tokens, rows), expected)
 
 
 def test_experts_in_stacks_are_those_of_separate_tensors(

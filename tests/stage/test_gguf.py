@@ -98,6 +98,13 @@ CASES: dict[str, tuple[str, Kind, dict[str, Any]]] = {
             "mamba_head_dim": 8,
         },
     ),
+    # Sizes that llama.cpp has in its code.
+    "llama4": (
+        "llama4_text",
+        Kind.Q4_0,
+        {"attention_chunk_size": 8192, "floor_scale": 8192, "attn_scale": 0.1}
+        | {"no_rope_layers": None, "intermediate_size": 64},
+    ),
     "phimoe": ("phimoe", Kind.Q4_0, {"router_jitter_noise": 0.01}),
     "cohere": ("cohere", Kind.Q8_0, {"use_qk_norm": True, "tie_word_embeddings": True}),
     "cohere2": ("cohere2", Kind.Q4_0, {"num_hidden_layers": 5, "tie_word_embeddings": True}),

@@ -14,6 +14,7 @@ from gguf.quants import dequantize, quantize
 _NAMES = {
     "mistral": "llama",
     "mixtral": "llama",
+    "llama4_text": "llama4",
     "qwen2_moe": "qwen2moe",
     "qwen3_moe": "qwen3moe",
     "lfm2_moe": "lfm2moe",
@@ -37,8 +38,10 @@ _NAMES = {
 }
 #: Granite's stacks of experts, which the converter cuts, and what GGUF's names say of Mixtral's.
 _CUT = {"input_linear": ("w1", "w3"), "output_linear": ("w2",)}
-#: gpt-oss's stacks of experts, and the projections whose rows alternate in each.
+#: Stacks of experts of gpt-oss, whose rows alternate between projections, and of Llama 4, where
+#: these follow each other.
 _TURNED_STACKS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+_FOLLOWING = "feed_forward"
 #: Whose converter lays rotated pairs side by side.
 _TURNED = ("llama", "mistral3", "granite", "granitemoe", "granitehybrid", "smollm3")
 #: Granite's shared expert, which the converter cuts, too.
@@ -146,7 +149,7 @@ def _tensors(folder: Path) -> dict[str, Any]:
 
 
 def _cut_stacks(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """Experts of Granite and gpt-oss, each by itself."""
+    """Experts of Granite, gpt-oss and Llama 4, each by itself."""
     made: dict[str, Any] = {}
     for name, value in stored.items():
         if cut := _shared_names(name, stored):
@@ -157,8 +160,10 @@ def _cut_stacks(stored: Mapping[str, Any]) -> dict[str, Any]:
         if parts:
             rows = value if kind == "bias" else value.swapaxes(1, 2)
             for index, entry in enumerate(rows):
+                follow = np.split(entry, len(parts)) if _FOLLOWING in name else None
                 for at, ours in enumerate(parts):
-                    made[f"{module}.{index}.{ours}.{kind}"] = entry[at :: len(parts)].copy()
+                    cut = entry[at :: len(parts)] if follow is None else follow[at]
+                    made[f"{module}.{index}.{ours}.{kind}"] = cut.copy()
             continue
         if projection not in _CUT:
             made[name] = value
@@ -197,7 +202,10 @@ def _join_stacks(values: Mapping[str, Any], stored: Mapping[str, Any]) -> dict[s
         parts, kind = _alternating(name)
         if parts:
             rows = [
-                np.stack([values[f"{module}.{index}.{ours}.{kind}"] for ours in parts], 1)
+                np.stack(
+                    [values[f"{module}.{index}.{ours}.{kind}"] for ours in parts],
+                    0 if _FOLLOWING in name else 1,
+                )
                 for index in range(len(value))
             ]
             whole = np.stack([each.reshape(-1, *each.shape[2:]) for each in rows])
@@ -363,7 +371,7 @@ def _grouped(values: Mapping[str, Any], name: str, layers: int) -> dict[str, lis
         named = named.replace("expert_bias", "expert_bias.bias")
         if "mixer.experts" in named:
             named = named.replace("backbone", "model").replace("mixer", "mlp")
-        if "feed_forward.experts" in named:
+        if "feed_forward.experts.w" in named:
             named = named.removeprefix("model.")
         theirs = names.get_name(named, try_suffixes=(".weight", ".bias"))
         assert theirs is not None, one
@@ -425,7 +433,7 @@ def _metadata(config: Mapping[str, Any], name: str, blocks: int) -> dict[str, An
         "nextn_predict_layers": blocks - config.get("num_hidden_layers", blocks) or None,
         "context_length": config["max_position_embeddings"],
         "embedding_length": config["hidden_size"],
-        "feed_forward_length": config.get("intermediate_size"),
+        "feed_forward_length": config.get("intermediate_size_mlp", config.get("intermediate_size")),
         "attention.head_count": config["num_attention_heads"],
         "attention.head_count_kv": config["num_key_value_heads"],
         "attention.key_length": config.get("head_dim"),
@@ -478,7 +486,7 @@ def _rope_metadata(config: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def _expert_metadata(config: Mapping[str, Any], name: str) -> dict[str, Any]:
-    inner_is_expert = name in ("minimax-m2", "hunyuan-moe", "gpt-oss")
+    inner_is_expert = name in ("minimax-m2", "hunyuan-moe", "gpt-oss", "llama4")
     return {
         "expert_count": next((config[name] for name in _EXPERT_COUNTS if config.get(name)), None),
         "expert_used_count": next((config[one] for one in _CHOSEN_COUNTS if one in config), None),
@@ -498,7 +506,9 @@ def _expert_metadata(config: Mapping[str, Any], name: str) -> dict[str, Any]:
         "leading_dense_block_count": config.get(
             "first_k_dense_replace", config.get("moe_layer_start_index")
         ),
-        "interleave_moe_layer_step": config.get("moe_layer_interval"),
+        "interleave_moe_layer_step": config.get(
+            "moe_layer_interval", config.get("interleave_moe_layer_step")
+        ),
     }
 
 

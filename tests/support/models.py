@@ -64,6 +64,18 @@ MINISTRAL3: dict[str, Any] = {
         "llama_4_scaling_beta": 0.4,
     }
 }
+#: Chunks of attention, and experts in every other layer.
+LLAMA4: dict[str, Any] = {
+    "attention_chunk_size": 12,
+    "no_rope_layers": [1, 1, 0, 1],
+    "attn_scale": 0.4,
+    "floor_scale": 8,
+    "num_local_experts": 6,
+    "interleave_moe_layer_step": 2,
+    "intermediate_size": 32,
+    "intermediate_size_mlp": 96,
+    "num_hidden_layers": 4,
+}
 #: Transformers knows Mistral 4 as a text model of Mistral 3 only.
 MISTRAL4 = {
     **LATENT,
@@ -139,6 +151,7 @@ FAMILY_FIELDS: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 2.5,
     },
     "ministral3": MINISTRAL3,
+    "llama4_text": LLAMA4,
     "cohere": {"logit_scale": 2.0},
     "cohere2": {"logit_scale": 2.0, "sliding_window": 9},
     "exaone4": {"sliding_window": 9},

@@ -48,6 +48,8 @@ def create_checked_flash(
         return None, "it has no softcap, which this model needs"
     if shape.sinks:
         return None, "it has no attention sinks, which this model needs"
+    if shape.chunked:
+        return None, "it has no attention in chunks, which this model needs"
     if shape.quantizes:
         return None, "it can't read KV in 8 bits"
     if block_size % PAGE_MULTIPLE:

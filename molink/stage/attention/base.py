@@ -3,7 +3,7 @@
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,6 +13,8 @@ from molink.facts.model import KVCacheDType
 from molink.stage.batch import SequenceRows
 from molink.stage.kv_pool import KVPool
 
+#: A position, or positions.
+Positions = TypeVar("Positions", int, Tensor)
 BackendName = Literal["auto", "flash", "triton", "compiled", "gather", "plain"]
 
 
@@ -22,7 +24,8 @@ class AttentionShape:
 
     ``groups`` is query heads per KV head; ``kv_kinds`` is 1 if keys serve as values, otherwise 2.
 
-    Scores are ``scale * q·k``. ``windows`` is per layer with attention, 0 = full attention. A
+    Scores are ``scale * q·k``. ``windows`` is per layer with attention, 0 = full attention; they
+    slide, or are ``chunked``: a row attends to its own chunk only, of so many positions. A
     ``softcap`` above 0 bounds scores to ``softcap * tanh(score / softcap)`` (Gemma 2). With
     ``sinks`` each query head has a learned score that takes part in the softmax only (gpt-oss).
     """
@@ -36,6 +39,12 @@ class AttentionShape:
     sinks: bool = False
     kv_cache_dtype: KVCacheDType = "auto"
     kv_kinds: int = 2
+    chunked: bool = False
+
+    def first_visible(self, position: Positions, window: int) -> Positions:
+        """First position that a row at ``position`` attends to, or before all, with a ``window``
+        above 0."""
+        return position // window * window if self.chunked else position - window + 1
 
     @property
     def quantizes(self) -> bool:
@@ -58,6 +67,7 @@ class AttentionShape:
             sinks=config.sinks,
             kv_cache_dtype=kv_cache_dtype,
             kv_kinds=config.kv_kinds,
+            chunked=config.chunked_windows,
         )
 
 

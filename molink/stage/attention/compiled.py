@@ -62,6 +62,7 @@ def kernel_shape(shape: AttentionShape, block_size: int) -> AttentionKernelShape
         shape.softcap,
         shape.sinks,
         shape.quantizes,
+        shape.chunked,
     )
 
 

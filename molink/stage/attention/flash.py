@@ -180,7 +180,7 @@ class _StaticFlash:
 
 
 class FlashAttention:
-    """The ``flash`` backend, without softcap and sinks."""
+    """The ``flash`` backend, without softcap, sinks and chunks."""
 
     reads_pages, reads_unwritten, spans_context = True, True, False
 

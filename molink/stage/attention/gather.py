@@ -104,7 +104,7 @@ class _GroupBuilder:
     def __init__(
         self, shape: AttentionShape, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self._by_hand, self._groups = bool(shape.softcap) or shape.sinks, shape.groups
+        self._shape, self._by_hand = shape, bool(shape.softcap) or shape.sinks
         #: Elements that the pool holds of a position.
         self._position = shape.kv_kinds * shape.kv_heads * shape.head_dim
         self._block_size, self._dtype, self._device = block_size, dtype, device
@@ -116,11 +116,12 @@ class _GroupBuilder:
         parts: list[DecodeBucket | PrefillChunk] = []
         row = 0
         for sequence in sequences:
-            span = Span.from_sequence(row, sequence, window, self._block_size)
+            first = first_position(self._shape, sequence, window)
+            span = Span.from_sequence(row, sequence, first, self._block_size)
             if sequence.count == 1:
                 decode.append(span)
             else:
-                parts.append(self._prefill_chunk(span, window, sequence.start == 0))
+                parts.append(self._prefill_chunk(span, sequence.start, window))
             row += sequence.count
         together = bucket_spans(decode, self._block_size, self._max_positions)
         parts += [self._decode_bucket(part) for part in together]
@@ -155,13 +156,13 @@ class _GroupBuilder:
         mask = torch.zeros(hidden.shape, dtype=self._dtype, device=self._device)
         return mask.masked_fill_(hidden, -math.inf)
 
-    def _prefill_chunk(self, span: Span, window: int, whole: bool) -> PrefillChunk:
-        mask = None
+    def _prefill_chunk(self, span: Span, start: int, window: int) -> PrefillChunk:
+        mask, whole = None, start == 0
         if not whole or self._by_hand or (window and window < span.count):
-            mask = self._chunk_mask(span, window)
+            mask = self._chunk_mask(span, start, window)
         folded = mask is not None and span.count <= _MAX_FOLDED_ROWS and self._device.type == "cpu"
         if mask is not None and folded:
-            mask = mask.repeat_interleave(self._groups, 0)
+            mask = mask.repeat_interleave(self._shape.groups, 0)
         return PrefillChunk(
             rows=slice(span.row, span.row + span.count),
             count=span.count,
@@ -174,14 +175,16 @@ class _GroupBuilder:
             folds_groups=folded,
         )
 
-    def _chunk_mask(self, span: Span, window: int) -> Tensor:
+    def _chunk_mask(self, span: Span, start: int, window: int) -> Tensor:
         positions = span.end - span.begin
         before = positions - span.count
         shape = (span.count, positions)
         mask = torch.full(shape, -math.inf, dtype=self._dtype, device=self._device)
         mask.triu_(before + 1)
         if window:
-            mask += torch.full_like(mask, -math.inf).tril_(before - window)
+            rows = torch.arange(start, start + span.count, device=self._device).unsqueeze(1)
+            places = torch.arange(start - before, start + span.count, device=self._device)
+            mask.masked_fill_(places < self._shape.first_visible(rows, window), -math.inf)
         return mask
 
     def _make_scratch(self, ids: Sequence[int]) -> Tensor | None:
@@ -195,6 +198,11 @@ class _GroupBuilder:
         return self._scratch[:size]
 
 
+def first_position(shape: AttentionShape, sequence: SequenceRows, window: int) -> int:
+    """First position that a sequence's rows see in layers with ``window`` (0 = none)."""
+    return max(0, shape.first_visible(sequence.start, window)) if window else 0
+
+
 def static_width(window: int, blocks: int, block_size: int) -> int:
     """Maximum blocks that a row reads in layers with ``window`` (0 = none)."""
     return min(blocks, -(-(window - 1) // block_size) + 1) if window else blocks
@@ -205,6 +213,7 @@ class _StaticTable:
 
     def __init__(
         self,
+        shape: AttentionShape,
         window: int,
         rows: int,
         width: int,
@@ -212,7 +221,8 @@ class _StaticTable:
         dtype: torch.dtype,
         numbers: Tensor,
     ) -> None:
-        self._window, self._rows, self._block_size = window, rows, block_size
+        self._shape, self._window = shape, window
+        self._rows, self._block_size = rows, block_size
         self._width, self._numbers, device = width, numbers, numbers.device
         self._positions = torch.arange(width * block_size, device=device)
         mask = torch.zeros(rows, 1, 1, width * block_size, dtype=dtype, device=device)
@@ -222,7 +232,8 @@ class _StaticTable:
     def pack_tables(self, sequences: Sequence[SequenceRows]) -> "array[int]":
         ids, begins, ends = array("i"), array("i"), array("i")
         for row, sequence in enumerate(sequences):
-            span = Span.from_sequence(row, sequence, self._window, self._block_size)
+            first = first_position(self._shape, sequence, self._window)
+            span = Span.from_sequence(row, sequence, first, self._block_size)
             ids.extend(span.blocks)
             # Padding repeats one of the request's blocks.
             ids.extend([span.blocks[0]] * (self._width - len(span.blocks)))
@@ -255,7 +266,7 @@ class StaticGather:
         sizes = [rows * (width + 2) for width in widths.values()]
         parts = torch.split(allocate_tables(sum(sizes)), sizes)
         self._tables = {
-            window: _StaticTable(window, rows, width, block_size, dtype, part)
+            window: _StaticTable(shape, window, rows, width, block_size, dtype, part)
             for (window, width), part in zip(widths.items(), parts, strict=True)
         }
         self._layers = tuple(self._tables[window].bucket for window in windows)

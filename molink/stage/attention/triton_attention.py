@@ -80,7 +80,8 @@ class TileLaunch:
             shape.scale, shape.softcap, window or _NO_WINDOW, lines,
             heads.stride(0), *keys.stride()[:3], *scale_strides,
             GROUPS=shape.groups, HEAD_DIM=shape.head_dim, PAGE=pool.block_size,
-            HAS_SOFTCAP=bool(shape.softcap), HAS_SINKS=shape.sinks, IS_SPLIT=splits > 1,
+            HAS_SOFTCAP=bool(shape.softcap), HAS_SINKS=shape.sinks,
+            IS_CHUNKED=shape.chunked, IS_SPLIT=splits > 1,
             BLOCK_M=size.lines, BLOCK_N=size.positions, BLOCK_D=size.dims, num_stages=size.stages,
         )  # fmt: skip
         if splits > 1:

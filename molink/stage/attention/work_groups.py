@@ -1,7 +1,7 @@
 """Work groups of the ``gather`` backend: decode buckets and prefill chunks.
 
-A row at position ``p`` attends to all positions up to ``p``, or in a layer with window ``w`` to ``p
-- w + 1 … p``.
+A row attends to all positions up to its own, or in a layer with a window to those from
+:meth:`~molink.stage.attention.base.AttentionShape.first_visible` on.
 """
 
 from collections.abc import Sequence
@@ -126,12 +126,9 @@ class Span:
     end: int
 
     @classmethod
-    def from_sequence(
-        cls, row: int, sequence: SequenceRows, window: int, block_size: int
-    ) -> "Span":
-        """Span of rows that begin at ``row`` of the batch; a ``window`` of 0 is none."""
-        start, end = sequence.start, sequence.start + sequence.count
-        first = max(0, start - window + 1) if window else 0
+    def from_sequence(cls, row: int, sequence: SequenceRows, first: int, block_size: int) -> "Span":
+        """Span of rows that begin at ``row`` of the batch, and see positions from ``first`` on."""
+        end = sequence.start + sequence.count
         block = first // block_size
         blocks = sequence.blocks[block : -(-end // block_size)]
         base = block * block_size

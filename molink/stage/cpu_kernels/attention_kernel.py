@@ -410,8 +410,13 @@ class _AttentionEmitter:
     def _first_visible(self, position: ir.Value) -> ir.Value:
         """First position that a row at ``position`` sees."""
         builder = self._builder
-        first = builder.add(builder.sub(position, self._window), I64(1))
-        first = emit_maximum(builder, first, I64(0))
+        if self._shape.chunked:
+            # Without a window, it must not divide by 0.
+            size = emit_maximum(builder, self._window, I64(1))
+            first = builder.sub(position, builder.urem(position, size))
+        else:
+            first = builder.add(builder.sub(position, self._window), I64(1))
+            first = emit_maximum(builder, first, I64(0))
         return builder.select(builder.icmp_signed(">", self._window, I64(0)), first, I64(0))
 
     def _query_state(self, query: ir.Value) -> QueryState:

@@ -40,6 +40,7 @@ class AttentionKernelShape:
     Scores are ``scale * q·k``, a ``softcap`` above 0 bounds them to ``softcap * tanh(score /
     softcap)``. With ``sinks`` each query head has a score that takes part in the softmax only. With
     ``quantized`` keys and values are int8, and each head's bf16 scales follow its codes of a page.
+    Windows slide, or are ``chunked``: a row sees its own chunk only.
     """
 
     kv_heads: int
@@ -50,6 +51,7 @@ class AttentionKernelShape:
     softcap: float = 0.0
     sinks: bool = False
     quantized: bool = False
+    chunked: bool = False
 
     @property
     def is_supported(self) -> bool:

@@ -28,6 +28,7 @@ class GroupedExpertMlp:
 
     def __call__(self, rows: Tensor) -> Tensor:
         weights, experts = self.router.choose_on_gpu(rows)
+        rows, weights = self.router.scale_rows(rows, weights)
         top_k = experts.shape[1]
         tiles = sort_by_expert(experts, self.gate_up.num_experts, rows)
         factors = None

@@ -128,7 +128,7 @@ class ExpertMlp:
 
     def __call__(self, rows: Tensor) -> Tensor:
         weights, experts = self.router.choose(rows)
-        weights = weights.to(rows.dtype)
+        rows, weights = self.router.scale_rows(rows, weights.to(rows.dtype))
         # The only wait for the device: the host runs the chosen experts.
         (chosen,) = download_tensors([experts])
         if len(rows) == 1:

@@ -38,7 +38,8 @@ class QueryScales:
         """Table of all positions below ``longest``."""
         if longest > len(self._table):
             size = max(_INITIAL_POSITIONS, 1 << (longest - 1).bit_length())
-            steps = (torch.arange(size) // self._config.interval).float()
+            positions = torch.arange(size) + self._config.offset
+            steps = (positions // self._config.interval).float()
             scales = 1 + self._config.slope * torch.log1p(steps)
             self._table = scales.view(-1, 1, 1).to(self._device, self._dtype)
         return AngleTable(self._table, len(self._table), len(self._table))

@@ -194,7 +194,8 @@ def _llama3_frequencies(config: RopeConfig, plain: Tensor) -> Tensor:
     """Divide low frequencies by the factor, keep high ones, and blend between."""
     low, high, length = config.low_freq_factor, config.high_freq_factor, config.original_context
     wavelengths = 2 * math.pi / plain
-    blend = (length / wavelengths - low) / (high - low)
+    # If they are equal, as in Llama 4, nothing is between them.
+    blend = (length / wavelengths - low) / ((high - low) or 1.0)
     blended = (1 - blend) * plain / config.factor + blend * plain
     longer = torch.where(wavelengths > length / low, plain / config.factor, blended)
     return torch.where(wavelengths < length / high, plain, longer)

@@ -47,6 +47,12 @@ class ExpertRouter:
             weights = weights / (sums.clamp_min_(routing.min_sum) if routing.min_sum else sums)
         return (weights if routing.scale == 1.0 else weights * routing.scale), experts
 
+    def scale_rows(self, rows: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """What experts read, and what their results are multiplied by, of rows with ``weights``."""
+        if not self.routing.scales_input:
+            return rows, weights
+        return rows * weights.to(rows.dtype), torch.ones_like(weights)
+
     def choose_on_gpu(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """The same by one kernel, if it has the scoring; experts are int32."""
         if self.routing.scoring == "sparsemixer":

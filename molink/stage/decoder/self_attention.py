@@ -96,12 +96,12 @@ def load_attention(
         head_dim=config.head_dim,
         rope=config.rope_index(layer),
         qkv=qkv,
-        qk_norm=_load_qk_norm(reader, config, prefix),
+        qk_norm=_load_qk_norm(reader, config, layer),
         sinks=reader.read_tensors(prefix + SINKS_NAME).float() if config.sinks else None,
         output=output,
         append_heads=append_heads,
         gated_heads=config.gated_heads,
-        scales_queries=config.query_scaling is not None,
+        scales_queries=config.scales_queries(layer),
     )
 
 
@@ -119,20 +119,29 @@ def _load_projections(
     return qkv, reader.load_projection([prefix + attention_output(config)], config.output_bias)
 
 
-def _load_qk_norm(reader: WeightReader, config: ModelConfig, prefix: str) -> QueryKeyNorm | None:
+def _load_qk_norm(reader: WeightReader, config: ModelConfig, layer: int) -> QueryKeyNorm | None:
     if config.qk_norm == "none":
         return None
-    queries, keys = (
-        reader.read_tensors(f"{prefix}self_attn.{name}.weight")
-        .view(-1, config.head_dim)
-        .expand(count, -1)
-        for name, count in zip(config.qk_norm_names, (config.heads, config.kv_heads), strict=True)
-    )
+    if config.qk_norm == "each unweighted head":
+        if config.rope_index(layer) is None:
+            return None
+        heads = config.heads + config.kv_heads
+        weight = torch.ones(heads, config.head_dim, device=reader.device)
+    else:
+        queries, keys = (
+            reader.read_tensors(f"model.layers.{layer}.self_attn.{name}.weight")
+            .view(-1, config.head_dim)
+            .expand(count, -1)
+            for name, count in zip(
+                config.qk_norm_names, (config.heads, config.kv_heads), strict=True
+            )
+        )
+        weight = torch.cat((queries, keys)).float().add_(config.norm_offset)
     return QueryKeyNorm(
-        weight=torch.cat((queries, keys)).float().add_(config.norm_offset),
+        weight=weight,
         heads=config.heads,
         across_heads=config.qk_norm == "all heads",
         eps=config.norm_eps,
-        after_rotation=config.qk_norm == "each rotated head",
+        after_rotation=config.qk_norm in ("each rotated head", "each unweighted head"),
         is_centered=config.qk_norm == "each centered head",
     )

@@ -559,8 +559,8 @@ def _flash_error(shapes: TrialShapes, dtype: torch.dtype, device: torch.device) 
         raise _KernelAbsent(f"torch {torch.__version__} has no varlen_attn with a block table")
     if torch.cuda.get_device_capability(device)[0] < 8:
         raise _KernelAbsent("it needs an Ampere GPU (RTX 30) or a newer one")
-    if shapes.attention.softcap or shapes.attention.sinks:
-        raise _KernelAbsent("it has no softcap and no attention sinks")
+    if shapes.attention.softcap or shapes.attention.sinks or shapes.attention.chunked:
+        raise _KernelAbsent("it has no softcap, no attention sinks and no chunks")
     if shapes.block_size % PAGE_MULTIPLE:
         raise _KernelAbsent(
             f"KV blocks of {shapes.block_size} positions are not a multiple of {PAGE_MULTIPLE}"

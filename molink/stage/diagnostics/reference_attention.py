@@ -32,7 +32,7 @@ def dense_attention(
     places = torch.arange(length)[None, :]
     hidden = places > rows
     if window:
-        hidden = hidden | (places <= rows - window)
+        hidden = hidden | (places < shape.first_visible(rows, window))
     scores = scores.masked_fill(hidden, -math.inf)
     if sinks is not None:
         own = sinks.double().view(-1, 1, 1).expand(-1, count, 1)

@@ -1,7 +1,7 @@
 """Shapes for kernel trials: a model's, or usual ones."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -84,15 +84,7 @@ class TrialShapes:
             eps=config.norm_eps,
             # Kernels only compute gated activations.
             activations=(config.activation if config.is_gated else "silu",),
-            attention=AttentionShape(
-                attention.kv_heads,
-                attention.groups,
-                attention.head_dim,
-                attention.scale,
-                tuple(windows),
-                attention.softcap,
-                attention.sinks,
-            ),
+            attention=replace(attention, windows=tuple(windows), kv_kinds=2),
             block_size=block_size,
             planes=find_planes(config, tensors or {}) if device.type == "cuda" else (),
             formats=()

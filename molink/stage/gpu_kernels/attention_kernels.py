@@ -59,12 +59,24 @@ class TileSize:
 
 
 @triton.jit
-def _locate_positions(start, count, window, split, splits, BLOCK_N: tl.constexpr):
+def _first_visible(position, window, IS_CHUNKED: tl.constexpr):
+    """First position that a row at ``position`` sees, or one before all."""
+    if IS_CHUNKED:
+        first = position // window * window
+    else:
+        first = position - window + 1
+    return first
+
+
+@triton.jit
+def _locate_positions(
+    start, count, window, split, splits, IS_CHUNKED: tl.constexpr, BLOCK_N: tl.constexpr
+):
     """First visible position of a tile, and the positions of one of ``splits`` parts.
 
     Parts are whole blocks from the first that the first row sees; some may be empty.
     """
-    first = tl.maximum(start - window + 1, 0)
+    first = tl.maximum(_first_visible(start, window, IS_CHUNKED), 0)
     begin = first // BLOCK_N * BLOCK_N
     stop = start + count
     each = tl.cdiv(tl.cdiv(stop - begin, BLOCK_N), splits) * BLOCK_N
@@ -147,6 +159,7 @@ def attend_pages(
     PAGE: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    IS_CHUNKED: tl.constexpr,
     IS_SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -169,7 +182,7 @@ def attend_pages(
     count = tl.load(tiles + tile * 4 + 1)
     start = tl.load(tiles + tile * 4 + 2)
     table = tiles + tl.load(tiles + tile * 4 + 3)
-    first, begin, stop = _locate_positions(start, count, window, split, splits, BLOCK_N)
+    first, begin, stop = _locate_positions(start, count, window, split, splits, IS_CHUNKED, BLOCK_N)
     lines, dims = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     token = lines // GROUPS
     query_head = kv_head * GROUPS + lines % GROUPS
@@ -199,7 +212,7 @@ def attend_pages(
         pages = tl.load(table + seen // PAGE, mask=is_seen, other=0).to(tl.int64)
         slots = pages * page_stride + seen % PAGE * position_stride + kv_head * head_stride
         is_visible = (seen[None, :] <= position[:, None]) & is_seen[None, :]
-        is_visible &= seen[None, :] > position[:, None] - window
+        is_visible &= seen[None, :] >= _first_visible(position, window, IS_CHUNKED)[:, None]
         mask = is_seen[None, :] & is_dim[:, None]
         key = tl.load(keys + slots[None, :] + dims[:, None], mask=mask, other=0.0)
         at = pages * scale_page_stride + seen % PAGE * scale_position_stride

@@ -26,10 +26,17 @@ def make_shape(
     softcap: float = 0.0,
     sinks: bool = False,
     kv_cache_dtype: KVCacheDType = "auto",
+    chunked: bool = False,
 ) -> AttentionShape:
     scale = scale or head_dim**-0.5
     given = windows, softcap, sinks, kv_cache_dtype
-    return AttentionShape(kv_heads, groups, head_dim, scale, *given)
+    return AttentionShape(kv_heads, groups, head_dim, scale, *given, chunked=chunked)
+
+
+def first_seen(shape: AttentionShape, position: int, window: int) -> int:
+    if not window:
+        return 0
+    return position - position % window if shape.chunked else max(0, position - window + 1)
 
 
 def dense(
@@ -46,9 +53,10 @@ def dense(
     scores = torch.einsum("qhd,khd->hqk", queries.float(), repeated[0]) * shape.scale
     if shape.softcap:
         scores = shape.softcap * torch.tanh(scores / shape.softcap)
-    rows = torch.arange(length - count, length)[:, None]
+    rows = range(length - count, length)
+    firsts = torch.tensor([first_seen(shape, row, window) for row in rows])[:, None]
     places = torch.arange(length)[None, :]
-    hidden = (places > rows) | ((places <= rows - window) if window else places < 0)
+    hidden = (places > torch.tensor(rows)[:, None]) | (places < firsts)
     scores = scores.masked_fill(hidden, -math.inf)
     if sinks is not None:
         scores = torch.cat((scores, sinks.view(-1, 1, 1).expand(-1, count, 1)), dim=-1)
@@ -122,7 +130,7 @@ def compare(
             exact = both.float()
             if shape.quantizes:
                 exact = dequantize_rows(*quantize_rows(both), torch.float32)
-            first = max(0, before - window + 1) // block_size * block_size if window else 0
+            first = first_seen(shape, before, window) // block_size * block_size
             begun = before + count - 1 if backend.reads_unwritten else None
             fill(pool, table, both, first, layer, begun)
             rows.append(every[before:])

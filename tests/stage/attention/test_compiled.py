@@ -79,12 +79,12 @@ def checked(
 
 @kinds
 @mixes
-@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize(("threads", "chunked"), [(1, False), (3, False), (3, True)])
 def test_every_window_at_once(
-    checked: Callable[..., Backend], kind: str, mix: str, threads: int
+    checked: Callable[..., Backend], kind: str, mix: str, threads: int, chunked: bool
 ) -> None:
     windows = (0, 1, 5, 16, 17, 33, 64, 300)
-    checked(kind, threads, windows=windows, head_dim=32, scale=0.4)(MIXES[mix])
+    checked(kind, threads, windows=windows, head_dim=32, scale=0.4, chunked=chunked)(MIXES[mix])
 
 
 @kinds

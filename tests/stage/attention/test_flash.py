@@ -151,6 +151,7 @@ def test_flash_is_not_used_for_unsupported_shapes(
         (shape_of(), PAGE_MULTIPLE, CPU, "CUDA"),
         (shape_of(softcap=50.0), PAGE_MULTIPLE, device, "softcap"),
         (shape_of(sinks=True), PAGE_MULTIPLE, device, "sinks"),
+        (shape_of(chunked=True), PAGE_MULTIPLE, device, "chunks"),
         (shape_of(kv_cache_dtype="int8"), PAGE_MULTIPLE, device, "8 bits"),
         (shape_of(), 16, device, "not a multiple of 256"),
     ]:

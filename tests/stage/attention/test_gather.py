@@ -28,14 +28,17 @@ DTYPES = pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 1e-5), (tor
 @pytest.mark.parametrize("mix", MIXES)
 @pytest.mark.parametrize("softcap", [0.0, 2.0])
 @pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("chunked", [False, True])
 def test_every_window_at_once(
     check: Callable[..., None],
     shape_of: Callable[..., AttentionShape],
     mix: str,
     softcap: float,
     sinks: bool,
+    chunked: bool,
 ) -> None:
-    shape = shape_of(windows=WINDOWS, softcap=softcap, scale=0.4, groups=3, sinks=sinks)
+    scores = {"softcap": softcap, "scale": 0.4, "sinks": sinks}
+    shape = shape_of(windows=WINDOWS, groups=3, **scores, chunked=chunked)
     check(GatherAttention(shape), shape, MIXES[mix])
 
 

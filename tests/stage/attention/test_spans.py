@@ -1,5 +1,7 @@
 """Which blocks and positions are read, and which rows run together."""
 
+from molink.stage.attention.base import AttentionShape
+from molink.stage.attention.gather import first_position
 from molink.stage.attention.work_groups import (
     Span,
     as_slice,
@@ -13,7 +15,8 @@ TABLE = (9, 8, 7, 6, 5, 4)
 
 
 def span(row: int, start: int, count: int = 1, window: int = 0) -> Span:
-    return Span.from_sequence(row, SequenceRows(start, count, TABLE), window, 4)
+    sequence, shape = SequenceRows(start, count, TABLE), AttentionShape(1, 1, 8, 1.0, (window,))
+    return Span.from_sequence(row, sequence, first_position(shape, sequence, window), 4)
 
 
 def test_without_a_window_all_is_read() -> None:

@@ -51,11 +51,13 @@ def make_backend(shape: AttentionShape) -> Any:
     return TritonAttention(shape)
 
 
+@pytest.mark.parametrize("chunked", [False, True])
 def test_every_feature_at_once(
-    check: Callable[..., None], shape_of: Callable[..., AttentionShape]
+    check: Callable[..., None], shape_of: Callable[..., AttentionShape], chunked: bool
 ) -> None:
+    common = {"softcap": 2.0, "scale": 0.4, "groups": 3, "sinks": True, "chunked": chunked}
     for mix in MIXES.values():
-        shape = shape_of(windows=(0, 1, 5), softcap=2.0, scale=0.4, groups=3, sinks=True)
+        shape = shape_of(windows=(0, 1, 5), **common)
         check(make_backend(shape), shape, mix, device=DEVICE)
 
 
@@ -119,6 +121,7 @@ requests = st.lists(
     window=st.integers(0, 60),
     softcap=st.sampled_from([0.0, 3.0]),
     sinks=st.booleans(),
+    chunked=st.booleans(),
     kept=st.sampled_from(["auto", "int8"]),
     groups=st.sampled_from([1, 2, 4, 7, 17]),
     kv_heads=st.integers(1, 2),
@@ -132,12 +135,13 @@ def test_random_mixes_of_rows(
     window: int,
     softcap: float,
     sinks: bool,
+    chunked: bool,
     kept: str,
     groups: int,
     kv_heads: int,
     seed: int,
 ) -> None:
-    bounds = {"windows": (window,), "softcap": softcap, "sinks": sinks}
+    bounds = {"windows": (window,), "softcap": softcap, "sinks": sinks, "chunked": chunked}
     shape = shape_of(groups, kv_heads, **bounds, kv_cache_dtype=kept)
     check(make_backend(shape), shape, mix, block_size, device=DEVICE, seed=seed)
 
