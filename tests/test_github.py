@@ -52,6 +52,7 @@ def faults(command: str, installed: set[str]) -> list[str]:
     """What a command names that does not exist, neither locked nor ``installed`` before."""
     words = shlex.split(command)
     modules = {"pip", "venv"} | installed
+    modules |= {f"tools.{path.stem}" for path in (ROOT / "tools").glob("*.py")}
     for lock in (ROOT / "requirements").glob("*.txt"):
         modules |= set(re.findall(r"^([\w-]+)==", lock.read_text(encoding="utf-8"), re.MULTILINE))
     found = []
