@@ -42,6 +42,8 @@ BOUND = 50 * MB
 SHORT_S, LONG_S = 0.3, 15.0
 #: Connections that an attacker leaves open: more than one sender may have.
 OPEN = 80
+#: Characters of each log that a failure shows.
+LOG_END = 2000
 MESSAGES = [{"role": "user", "content": "What is molink, and what is it for?"}]
 
 
@@ -91,8 +93,16 @@ class Swarm:
         return {c.laddr.port for c in connections if c.status == psutil.CONN_LISTEN}
 
     def rss(self) -> dict[str, int]:
-        """Memory of each process, in bytes; fails if one is gone."""
+        """Memory of each process, in bytes; fails with the logs if one is gone."""
+        gone = [name for name, pid in self.pids.items() if not psutil.pid_exists(pid)]
+        assert not gone, f"{gone} ended:\n{self.logs()}"
         return {name: psutil.Process(pid).memory_info().rss for name, pid in self.pids.items()}
+
+    def logs(self) -> str:
+        """The ends of all logs."""
+        found = sorted(self.homes[0].root.parent.rglob("*.log"))
+        ends = [path.read_text(errors="replace")[-LOG_END:] for path in found]
+        return "\n".join(f"{path.name}:\n{end}" for path, end in zip(found, ends, strict=True))
 
     def fits(self) -> None:
         """Passes if every process is there and has not grown beyond its bound."""
