@@ -9,6 +9,7 @@ Each process tests pinned copies once per device: a late or misplaced copy would
 import logging
 from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -60,13 +61,44 @@ def download_tensors(parts: Sequence[Tensor]) -> list[Tensor]:
     return _copy_pinned(parts)
 
 
+@dataclass(frozen=True, slots=True)
+class Download:
+    """Tensors on their way to the host; ``copied`` is the event after the last one."""
+
+    tensors: list[Tensor]
+    copied: torch.cuda.Event | None = None
+
+    def wait(self) -> list[Tensor]:
+        """Wait for them, but for nothing that was launched later."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        return self.tensors
+
+
+def begin_download(parts: Sequence[Tensor]) -> Download:
+    """Begin to download tensors ``[n, m]`` of one device; see :func:`download_tensors`."""
+    if parts[0].device.type == "cpu":
+        return Download(list(parts))
+    if not has_pinned(parts[0].device):
+        return Download([part.cpu() for part in parts])
+    staged = _stage_pinned(parts)
+    copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    copied.record()
+    return Download(staged, copied)
+
+
 def _copy_pinned(parts: Sequence[Tensor]) -> list[Tensor]:
+    staged = _stage_pinned(parts)
+    for device in {part.device for part in parts if part.device.type == "cuda"}:
+        torch.cuda.current_stream(device).synchronize()
+    return staged
+
+
+def _stage_pinned(parts: Sequence[Tensor]) -> list[Tensor]:
     staged = [torch.empty(part.shape, dtype=part.dtype, pin_memory=True) for part in parts]
     for pinned, part in zip(staged, parts, strict=True):
         pinned[:, :1] = torch.nan if part.dtype.is_floating_point else -1
         pinned.copy_(part, non_blocking=True)
-    for device in {part.device for part in parts if part.device.type == "cuda"}:
-        torch.cuda.current_stream(device).synchronize()
     return staged
 
 

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack
 
 import psutil
 import torch
@@ -25,8 +26,9 @@ from molink.facts.model import KVCacheDType, LayerRange, Quantize
 from molink.stage.attention.base import AttentionBackend, AttentionShape, BackendName
 from molink.stage.attention.create import create_attention
 from molink.stage.batch import StageInput, StageOutput
+from molink.stage.decoder.block import HostExperts
 from molink.stage.decoder.decoder import Decoder, HeldWeights, load_decoder
-from molink.stage.decoder.operators import create_operators
+from molink.stage.decoder.operators import RowOperators, create_operators
 from molink.stage.graphs.buckets import GraphPlan
 from molink.stage.graphs.capture import CudaGraphCapturer
 from molink.stage.graphs.decode_graphs import DecodeGraphs
@@ -93,15 +95,18 @@ class Stage:
         on_layer: Callable[[int], None] = lambda _: None,
         max_decode_rows: int = 64,
         kv_cache_dtype: KVCacheDType = "auto",
+        host_experts: int = 0,
     ) -> "Stage":
         """Load layers ``first:last`` of a checked folder onto ``cpu`` or ``cuda:N``.
 
         Projections are quantized while they are read, unless the checkpoint is quantized. Weights
         in ``held`` are reused. ``on_layer`` is called with the number of loaded layers. With
-        ``auto``, rows may become 8-bit beside weights of few bits.
+        ``auto``, rows may become 8-bit beside weights of few bits. ``host_experts`` routed experts
+        of each layer that has any stay in host memory, where the CPU runs them.
 
         Raises:
-            UsageError: no such device, or ``quantize`` contradicts the checkpoint.
+            UsageError: no such device, ``quantize`` contradicts the checkpoint, or there are not as
+                many experts.
             BrokenModel: a tensor can't be read, or has NaN or infinity.
             UnsupportedModel: a quantization is not implemented.
         """
@@ -109,12 +114,22 @@ class Stage:
         computed = choose_dtype(dtype, config.dtype, torch_device)
         if dtype != "auto":
             disabled_kernels = (*disabled_kernels, *INTEGER_KERNELS)
-        operators = create_operators(config, TORCH_DTYPES[computed], torch_device, disabled_kernels)
-        with WeightReader(
-            folder, TORCH_DTYPES[computed], torch_device, quantize, disabled_kernels
-        ) as reader:
+        with ExitStack() as readers:
+
+            def open_on(to: torch.device, dtype: WeightDType) -> tuple[WeightReader, RowOperators]:
+                kind = TORCH_DTYPES[dtype]
+                reader = WeightReader(folder, kind, to, quantize, disabled_kernels)
+                operators = create_operators(config, kind, to, disabled_kernels)
+                return readers.enter_context(reader), operators
+
+            reader, operators = open_on(torch_device, computed)
+            host = None
+            if host_experts:
+                _check_host_experts(config, host_experts)
+                beside = _choose_host_dtype(computed, config, torch_device)
+                host = HostExperts(host_experts, *open_on(torch.device("cpu"), beside))
             decoder = load_decoder(
-                reader, config, operators, layers, held or HeldWeights(), on_layer
+                reader, config, operators, layers, held or HeldWeights(), on_layer, host
             )
         wire = choose_wire_dtype(dtype, config.dtype)
         return cls(
@@ -141,8 +156,18 @@ class Stage:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all weights."""
+        """Bytes of all weights on the device."""
         return self._decoder.nbytes
+
+    @property
+    def host_expert_bytes(self) -> int:
+        """Bytes of experts in host memory."""
+        return self._decoder.host_nbytes
+
+    @property
+    def host_experts(self) -> int:
+        """Experts of each layer in host memory."""
+        return max((one.host.count for one in self._decoder.split_experts), default=0)
 
     @property
     def step_bytes(self) -> int:
@@ -455,6 +480,27 @@ class Stage:
         if minimum < 0 or greatest >= self.config.vocab_size:
             raise InvariantError(f"a token id is not in 0:{self.config.vocab_size}")
         return len(batch.tokens)
+
+
+def _check_host_experts(config: ModelConfig, count: int) -> None:
+    """Refuse more experts in host memory than a layer has.
+
+    Raises:
+        UsageError: it has fewer.
+    """
+    most = 0 if config.experts is None else config.experts.num_experts
+    if not 0 < count <= most:
+        has = f"has {most} experts in a layer" if most else "has no experts"
+        raise UsageError(f"{count} experts can't lie in host memory: the model {has}")
+
+
+def _choose_host_dtype(
+    computed: WeightDType, config: ModelConfig, device: torch.device
+) -> WeightDType:
+    """Type in which the CPU computes beside a device that computes in ``computed``."""
+    cpu = torch.device("cpu")
+    same = device.type == "cpu" or computed == "f32"
+    return computed if same else choose_dtype("auto", config.dtype, cpu)
 
 
 def find_device(name: str) -> torch.device:

@@ -17,7 +17,7 @@ from molink.checkpoint.model_folder import ModelFolder
 from molink.facts.footprint import Footprint, StageSetup
 from molink.stage import stage as stages
 from molink.stage.batch import SequenceRows
-from molink.stage.decoder.grouped_experts import GroupedExpertMlp
+from molink.stage.decoder.grouped_experts import GroupedExpertMlp, GroupedExperts
 from molink.stage.decoder.mlp import ExpertMlp, SharedExpertMlp
 from molink.stage.gpu_kernels.block_planes import BlockPlanes
 from molink.stage.linear import PlanesLinear, ProjectionFactory, experts_check, planes_check
@@ -210,7 +210,7 @@ def test_mxfp4_experts_take_what_is_planned_and_what_the_file_takes(
         for name, span in folder.tensors.items()
         if name.startswith("model.layers.0.") and name.endswith(("_blocks", "_scales"))
     ]
-    held = [mlp.gate_up.weight.nbytes, mlp.down.weight.nbytes]
+    held = [mlp.group.gate_up.weight.nbytes, mlp.group.down.weight.nbytes]
     # A number more for each row: 0.3 % of gpt-oss's, which are wider.
     assert sum(held) == sum(of_file) + 4 * 6 * (2 * 192 + 64)
 
@@ -228,7 +228,7 @@ def test_experts_run_one_by_one_where_kernels_are_wrong(
     stage = Stage.load_layers(folder, (0, 1), str(DEVICE), "f32", disabled_kernels=avoided)
     (mlp,) = find_experts(stage)
     assert isinstance(mlp, ExpertMlp)
-    assert isinstance(mlp.experts[0].gate_up, PlanesLinear)
+    assert isinstance(mlp.group.experts[0].gate_up, PlanesLinear)
 
 
 @pytest.mark.usefixtures("grouped")
@@ -249,11 +249,33 @@ def test_experts_that_are_quantized_on_loading(
     kinds = [type(mlp) for ring in (found, expected) for mlp in find_experts(ring.stages[0])]
     assert kinds == [GroupedExpertMlp, ExpertMlp]
     (mlp,) = find_experts(found.stages[0])
-    assert isinstance(mlp.gate_up.weight, BlockPlanes)
+    assert isinstance(mlp.group.gate_up.weight, BlockPlanes)
     assert found.stages[0].layer_bytes == expected.stages[0].layer_bytes
     torch.testing.assert_close(
         found.run(tokens, rows), expected.run(tokens, rows), atol=1e-4, rtol=1e-4
     )
+
+
+@pytest.mark.usefixtures("grouped")
+@pytest.mark.parametrize("name", ["qwen2_moe", "gpt_oss in MXFP4"])
+def test_some_experts_lie_in_host_memory(
+    make_model: MakeModel,
+    make_ring: type[Ring],
+    random_tokens: Callable[..., list[int]],
+    tmp_path: Path,
+    name: str,
+) -> None:
+    stored, _ = MODELS[name][0](make_model, tmp_path)
+    tokens = random_tokens(9)
+    whole, split = (
+        make_ring(stored, (), device=str(DEVICE), host_experts=count) for count in (0, 3)
+    )
+    for one in split.stages[0]._decoder.split_experts:
+        assert isinstance(one.resident, GroupedExperts)
+    for first, last in ((0, 8), (8, 9)):
+        given = tokens[first:last], [SequenceRows(first, last - first, BLOCKS)]
+        expected = whole.run(*given).cpu()
+        assert (split.run(*given).cpu() - expected).abs().max() < 1e-4 * expected.abs().max()
 
 
 @pytest.mark.usefixtures("grouped")
@@ -327,6 +349,8 @@ def test_logits_are_those_of_transformers(
     found = [mlp for stage in ring.stages for mlp in find_experts(stage)]
     assert len(found) == 2
     assert all(isinstance(mlp, GroupedExpertMlp) for mlp in found)
-    kept = [isinstance(one.weight, BlockPlanes) for one in (found[0].gate_up, found[0].down)]
+    kept = [
+        isinstance(one.weight, BlockPlanes) for one in (found[0].group.gate_up, found[0].group.down)
+    ]
     assert kept == [packed, packed]
     assert all(stage._decoder.capturable for stage in ring.stages)

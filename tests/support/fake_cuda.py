@@ -165,17 +165,34 @@ def install_fake(stack: ExitStack, host: Host, capability: tuple[int, int]) -> N
 
 
 def compare(
-    folder: ModelFolder, host: Host, dtype: WeightDType, quantize: Quantize, avoid: tuple[str, ...]
+    folder: ModelFolder,
+    host: Host,
+    dtype: WeightDType,
+    quantize: Quantize,
+    avoid: tuple[str, ...],
+    host_experts: int = 0,
 ) -> dict[str, Any]:
-    """Two stages on the card beside two on the CPU, over the same rows."""
+    """Two stages on the card beside two on the CPU, over the same rows.
+
+    Of the card's experts, ``host_experts`` of each layer lie in host memory.
+    """
     half, layers = folder.config.layers // 2, folder.config.layers
     size = 16 if "flash-attention" in avoid else flash.PAGE_MULTIPLE
     pairs: list[list[Stage]] = []
     for device in ("cuda:0", "cpu"):
         parts = ((0, half), (half, layers))
+        moved = host_experts if device != "cpu" else 0
         pairs.append(
             [
-                Stage.load_layers(folder, part, device, dtype, quantize, disabled_kernels=avoid)
+                Stage.load_layers(
+                    folder,
+                    part,
+                    device,
+                    dtype,
+                    quantize,
+                    disabled_kernels=avoid,
+                    host_experts=moved,
+                )
                 for part in parts
             ]
         )
@@ -250,8 +267,10 @@ def main() -> None:
             install_fake(stack, host, capability)
             assert has_pinned(CUDA)  # which is tried once
             # In 16 bits roundings send rows to other experts.
-            told = compare(experts, host, "f32", "none", ("flash-attention",))
-            print(json.dumps({"experts": told, "layers": experts.config.layers}), flush=True)
+            for moved in (0, 5):
+                told = compare(experts, host, "f32", "none", ("flash-attention",), moved)
+                layers = 0 if moved else experts.config.layers
+                print(json.dumps({"experts": told, "waits": layers}), flush=True)
             print(json.dumps({"sampling": compare_sampling(host)}), flush=True)
             print(json.dumps({"read": read_by_passes(folder, host)}), flush=True)
             checks = Path(sys.argv[1]).with_name(f"{dtype}.json")

@@ -26,6 +26,7 @@ class Ring:
         device, dtype = options.get("device", "cpu"), options.get("dtype", "f32")
         quantize, avoid = options.get("quantize", "none"), options.get("avoid", ())
         kept = options.get("kv_cache_dtype", "auto")
+        host_experts = options.get("host_experts", 0)
         self.stages = [
             Stage.load_layers(
                 opened,
@@ -35,6 +36,7 @@ class Ring:
                 quantize,
                 disabled_kernels=avoid,
                 kv_cache_dtype=kept,
+                host_experts=host_experts,
             )
             for first, last in pairwise(bounds)
         ]

@@ -11,11 +11,12 @@ from molink.checkpoint.experts import ExpertsConfig
 from molink.checkpoint.recurrent import DeltaRuleShape, Mamba2Shape, ShortConvShape
 from molink.checkpoint.tensor_layout import mlp_projections
 from molink.stage.decoder.delta_net import load_delta_net
-from molink.stage.decoder.grouped_experts import GroupedExpertMlp
+from molink.stage.decoder.grouped_experts import GroupedExpertMlp, GroupedExperts
 from molink.stage.decoder.mamba2 import load_mamba2
 from molink.stage.decoder.mixer import ForwardContext, Mixer
 from molink.stage.decoder.mlp import (
     BoundedGate,
+    ExpertList,
     ExpertMlp,
     GatedMlp,
     Mlp,
@@ -29,6 +30,7 @@ from molink.stage.decoder.router import ExpertRouter
 from molink.stage.decoder.scaled import scale_outputs
 from molink.stage.decoder.self_attention import load_attention
 from molink.stage.decoder.short_conv import load_short_conv
+from molink.stage.decoder.split_experts import SharedSplitMlp, SplitExpertMlp
 from molink.stage.linear import ExpertLinear, PlainLinear
 from molink.stage.torch_dtypes import residual_dtype
 from molink.stage.weights.weight_reader import WeightReader
@@ -56,10 +58,27 @@ class DecoderBlock:
         return self.mixer.capturable and (self.mlp is None or self.mlp.capturable)
 
     @property
+    def split_experts(self) -> SplitExpertMlp | None:
+        """Its experts, if some are in host memory."""
+        mixer, mlp = self.mixer, self.mlp
+        found = mixer.mlp if isinstance(mixer, ParallelMlp) else mlp
+        routed = found.routed if isinstance(found, SharedExpertMlp) else found
+        return routed if isinstance(routed, SplitExpertMlp) else None
+
+    @property
     def nbytes(self) -> int:
         norms = (self.input_norm, self.post_attention_norm, self.mlp_norm, self.post_mlp_norm)
         parts = (*norms, self.mixer, self.mlp)
         return sum(part.nbytes for part in parts if part is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class HostExperts:
+    """Experts of each layer that lie in host memory: how many, and how they are loaded."""
+
+    count: int
+    reader: WeightReader
+    operators: RowOperators
 
 
 def run_blocks(
@@ -89,7 +108,12 @@ def run_blocks(
 
 
 def load_block(
-    reader: WeightReader, config: ModelConfig, operators: RowOperators, layer: int, index: int
+    reader: WeightReader,
+    config: ModelConfig,
+    operators: RowOperators,
+    layer: int,
+    index: int,
+    host: HostExperts | None = None,
 ) -> DecoderBlock:
     """Load the model's layer ``layer``, the ``index``-th of its kind in the stage."""
     prefix, norms = f"model.layers.{layer}.", config.layer_norms(layer)
@@ -99,7 +123,7 @@ def load_block(
             return IdentityNorm(otherwise)
         return load_norm(reader, config, operators, prefix + name)
 
-    mixer, mlp = _load_parts(reader, config, operators, layer, index)
+    mixer, mlp = _load_parts(reader, config, operators, layer, index, host)
     return DecoderBlock(
         scale=config.residual_scale,
         input_norm=norm(norms.before_attention),
@@ -113,7 +137,12 @@ def load_block(
 
 
 def _load_parts(
-    reader: WeightReader, config: ModelConfig, operators: RowOperators, layer: int, index: int
+    reader: WeightReader,
+    config: ModelConfig,
+    operators: RowOperators,
+    layer: int,
+    index: int,
+    host: HostExperts | None,
 ) -> tuple[Mixer, Mlp | None]:
     """Load a layer's mixer and MLP; the mixer contains a parallel MLP, or one by itself."""
     prefix, mixer = f"model.layers.{layer}.", None
@@ -121,7 +150,7 @@ def _load_parts(
         mixer = _load_mixer(reader, config, operators, layer, index)
         if not config.has_mlp(layer):
             return mixer, None
-    mlp = _load_mlp(reader, config, operators, layer, prefix)
+    mlp = _load_mlp(reader, config, operators, layer, prefix, host)
     if mixer is None or config.parallel_mlp:
         return ParallelMlp(mixer, mlp), None
     return mixer, mlp
@@ -168,42 +197,112 @@ def _load_recurrent(
 
 
 def _load_mlp(
-    reader: WeightReader, config: ModelConfig, operators: RowOperators, layer: int, prefix: str
+    reader: WeightReader,
+    config: ModelConfig,
+    operators: RowOperators,
+    layer: int,
+    prefix: str,
+    host: HostExperts | None,
 ) -> Mlp:
-    def gated(names: tuple[str, ...], down: str, biased: bool) -> GatedMlp:
-        return GatedMlp(
-            gate_up=reader.load_projection([prefix + name for name in names], biased),
-            down=reader.load_projection([prefix + down], biased),
-            gate=operators.gate,
-            bounded_gate=bounded_gate(biased),
-        )
-
-    def bounded_gate(biased: bool) -> BoundedGate | None:
-        return operators.bounded_gate if scales and not biased else None
-
-    scales = reader.dtype == torch.float16 and config.dtype != "f16"
     experts = config.layer_experts(layer)
+    loader = _MlpLoader(reader, config, operators, prefix)
     if experts is None:
-        plain = gated(*mlp_projections(config), config.mlp_bias)
+        plain = loader.load_gated(*mlp_projections(config), config.mlp_bias)
         if config.output_factors is None:
             return plain
         factors, sizes = config.output_factors.gate_up, [config.intermediate_size] * 2
         return replace(plain, gate_up=scale_outputs(plain.gate_up, sizes, factors, reader))
     router = _load_router(reader, experts, prefix)
-    stacked = _load_stacked(reader, experts, prefix)
+    split = None if host is None else _load_split(loader, experts, router, host)
     chosen: Mlp
-    if stacked is None:
-        names = map(experts.expert_projections, range(experts.num_experts))
-        every = tuple(gated(both, down, experts.has_bias) for both, down in names)
-        chosen = ExpertMlp(router, every)
+    if split is not None:
+        chosen = split
     else:
-        bounded = bounded_gate(experts.has_bias)
-        chosen = GroupedExpertMlp(router, *stacked, operators.gate, bounded)
+        group = loader.load_group(experts, range(experts.num_experts))
+        if isinstance(group, GroupedExperts):
+            chosen = GroupedExpertMlp(router, group)
+        else:
+            chosen = ExpertMlp(router, group)
     if not experts.shared_intermediate_size:
         return chosen
     name = experts.shared_gate_name
     weigh = None if name is None else PlainLinear(reader.read_tensors(f"{prefix}{name}.weight"))
-    return SharedExpertMlp(chosen, gated(*experts.shared_projections, False), weigh)
+    shared = loader.load_gated(*experts.shared_projections, False)
+    if split is not None:
+        return SharedSplitMlp(split, shared, weigh)
+    return SharedExpertMlp(chosen, shared, weigh)
+
+
+def _load_split(
+    loader: "_MlpLoader", experts: ExpertsConfig, router: ExpertRouter, host: HostExperts
+) -> SplitExpertMlp:
+    """Load a layer's experts, the last ones to host memory."""
+    resident = experts.num_experts - host.count
+    beside = replace(loader, reader=host.reader, operators=host.operators)
+    is_bounded = loader.bounded_gate(experts.has_bias) is not None
+    return SplitExpertMlp(
+        router,
+        loader.load_group(experts, range(resident)),
+        beside.load_list(experts, range(resident, experts.num_experts)),
+        ranks=torch.arange(experts.num_experts),
+        host_dtype=host.reader.dtype,
+        result_dtype=torch.float32 if is_bounded else loader.reader.dtype,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _MlpLoader:
+    """Loads MLPs of one layer, whose tensors begin with ``prefix``."""
+
+    reader: WeightReader
+    config: ModelConfig
+    operators: RowOperators
+    prefix: str
+
+    def load_gated(self, names: Sequence[str], down: str, biased: bool) -> GatedMlp:
+        """Load one MLP."""
+        return GatedMlp(
+            gate_up=self.reader.load_projection([self.prefix + name for name in names], biased),
+            down=self.reader.load_projection([self.prefix + down], biased),
+            gate=self.operators.gate,
+            bounded_gate=self.bounded_gate(biased),
+        )
+
+    def bounded_gate(self, biased: bool) -> BoundedGate | None:
+        """The gate that keeps rows within float16, where it is needed."""
+        scales = self.reader.dtype == torch.float16 and self.config.dtype != "f16"
+        return self.operators.bounded_gate if scales and not biased else None
+
+    def load_group(
+        self, experts: ExpertsConfig, indices: Sequence[int]
+    ) -> ExpertList | GroupedExperts:
+        """Load some experts, stacked if the device multiplies by all at once."""
+        stacked = self._load_stacked(experts, indices)
+        if stacked is None:
+            return self.load_list(experts, indices)
+        gate = self.operators.gate
+        return GroupedExperts(*stacked, gate, self.bounded_gate(experts.has_bias))
+
+    def load_list(self, experts: ExpertsConfig, indices: Sequence[int]) -> ExpertList:
+        """Load some experts one by one."""
+        names = map(experts.expert_projections, indices)
+        return ExpertList([self.load_gated(both, down, experts.has_bias) for both, down in names])
+
+    def _load_stacked(
+        self, experts: ExpertsConfig, indices: Sequence[int]
+    ) -> tuple[ExpertLinear, ExpertLinear] | None:
+        names = [experts.expert_projections(index) for index in indices]
+        if not names:
+            return None
+        gate_up = self.reader.load_experts(
+            [[self.prefix + name for name in both] for both, _ in names], experts.has_bias, experts
+        )
+        if gate_up is None:
+            return None
+        down = self.reader.load_experts(
+            [[self.prefix + name] for _, name in names], experts.has_bias, experts
+        )
+        return None if down is None else (gate_up, down)
 
 
 def _load_router(reader: WeightReader, experts: ExpertsConfig, prefix: str) -> ExpertRouter:
@@ -216,17 +315,3 @@ def _load_router(reader: WeightReader, experts: ExpertsConfig, prefix: str) -> E
     weight = reader.read_tensors(f"{name}.weight", dtype=dtype)
     bias = reader.read_tensors(f"{name}.bias", dtype=dtype) if experts.has_bias else None
     return ExpertRouter(PlainLinear(weight, bias), experts, correction, experts.has_wide_router)
-
-
-def _load_stacked(
-    reader: WeightReader, experts: ExpertsConfig, prefix: str
-) -> tuple[ExpertLinear, ExpertLinear] | None:
-    """Load the experts' projections stacked, if they are multiplied at once."""
-    names = [experts.expert_projections(index) for index in range(experts.num_experts)]
-    gate_up = reader.load_experts(
-        [[prefix + name for name in both] for both, _ in names], experts.has_bias, experts
-    )
-    if gate_up is None:
-        return None
-    down = reader.load_experts([[prefix + name] for _, name in names], experts.has_bias, experts)
-    return None if down is None else (gate_up, down)

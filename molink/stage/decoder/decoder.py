@@ -9,10 +9,11 @@ from torch import Tensor
 from molink.checkpoint.config import ModelConfig
 from molink.checkpoint.tensor_layout import EMBEDDING_NAME, FINAL_NORM_NAME, OUTPUT_HEAD_NAME
 from molink.errors import InvariantError
-from molink.stage.decoder.block import DecoderBlock, load_block, load_norm, run_blocks
+from molink.stage.decoder.block import DecoderBlock, HostExperts, load_block, load_norm, run_blocks
 from molink.stage.decoder.mixer import ForwardContext
 from molink.stage.decoder.norm import Norm
 from molink.stage.decoder.operators import RowOperators
+from molink.stage.decoder.split_experts import SplitExpertMlp
 from molink.stage.device_copy import upload_integers
 from molink.stage.linear import EmbeddingTable, Projection
 from molink.stage.weights.weight_reader import WeightReader
@@ -45,6 +46,16 @@ class Decoder:
             id(part): part for part in (self.embedding, self.norm, self.output_head)
         }
         return sum(part.nbytes for part in (*ends.values(), *self.blocks) if part is not None)
+
+    @property
+    def host_nbytes(self) -> int:
+        """Bytes of experts in host memory."""
+        return sum(one.host_nbytes for one in self.split_experts)
+
+    @property
+    def split_experts(self) -> tuple[SplitExpertMlp, ...]:
+        """Experts of which some are in host memory, by layer."""
+        return tuple(one for block in self.blocks if (one := block.split_experts) is not None)
 
     @property
     def step_bytes(self) -> int:
@@ -134,6 +145,7 @@ def load_decoder(
     layers: tuple[int, int],
     held: HeldWeights = _NO_WEIGHTS,
     on_layer: Callable[[int], None] = lambda _: None,
+    host: HostExperts | None = None,
 ) -> Decoder:
     """Load layers ``first:last`` and the ends of the model that the range touches.
 
@@ -151,7 +163,7 @@ def load_decoder(
         index = count((first, layer))
         known = held.blocks.get(layer)
         if known is None:
-            blocks.append(load_block(reader, config, operators, layer, index))
+            blocks.append(load_block(reader, config, operators, layer, index, host))
         else:
             blocks.append(replace(known, mixer=known.mixer.with_index(index)))
     on_layer(len(blocks))

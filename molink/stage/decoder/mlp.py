@@ -5,7 +5,7 @@ fixed order, never atomic additions, so a row's result doesn't depend on other r
 to rounding in the projections.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, Protocol
@@ -113,6 +113,54 @@ def run_mlp(mlp: Mlp, rows: Tensor, adapters: AdapterRows | None) -> Tensor:
     return mlp(rows, adapters) if isinstance(mlp, GatedMlp) else mlp(rows)
 
 
+class ExpertGroup(Protocol):
+    """Experts on one device."""
+
+    @property
+    def count(self) -> int:
+        """Number of experts."""
+
+    def multiply(self, rows: Tensor, sources: Tensor, counts: Sequence[int]) -> Tensor:
+        """Run ``rows[sources]``, sorted by expert, of which the first ``counts[0]`` are expert 0's.
+
+        ``rows`` ``[T, hidden]`` and ``sources`` (int64 ``[P]``) are on the device; returns ``[P,
+        hidden]``.
+        """
+
+    @property
+    def nbytes(self) -> int: ...
+
+
+@dataclass(slots=True)
+class ExpertList:
+    """Experts that run one after the other."""
+
+    experts: list[Mlp]
+
+    @property
+    def count(self) -> int:
+        return len(self.experts)
+
+    def multiply(self, rows: Tensor, sources: Tensor, counts: Sequence[int]) -> Tensor:
+        """Run ``rows[sources]``, ``[P, hidden]``: see :class:`ExpertGroup`."""
+        results: list[Tensor] = []
+        first = 0
+        for expert, count in zip(self.experts, counts, strict=True):
+            if count:
+                results.append(expert(rows[sources[first : first + count]]))
+                first += count
+        return torch.cat(results)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(expert.nbytes for expert in self.experts)
+
+
+def add_weighted(products: Tensor, weights: Tensor) -> Tensor:
+    """Add ``products [T * top_k, n]`` of each row, times ``weights [T, top_k]``, in place."""
+    return products.view(*weights.shape, -1).mul_(weights.unsqueeze(-1)).sum(1)
+
+
 @dataclass(frozen=True, slots=True)
 class ExpertMlp:
     """Experts that a router chooses and weighs.
@@ -124,7 +172,7 @@ class ExpertMlp:
     capturable: ClassVar[bool] = False
 
     router: ExpertRouter
-    experts: tuple[Mlp, ...]
+    group: ExpertList
 
     def __call__(self, rows: Tensor) -> Tensor:
         weights, experts = self.router.choose(rows)
@@ -132,29 +180,21 @@ class ExpertMlp:
         # The only wait for the device: the host runs the chosen experts.
         (chosen,) = download_tensors([experts])
         if len(rows) == 1:
-            results = [self.experts[expert](rows) for expert in chosen[0].tolist()]
-            return torch.cat(results).mul_(weights.view(-1, 1)).sum(0, keepdim=True)
+            results = [self.group.experts[expert](rows) for expert in chosen[0].tolist()]
+            return add_weighted(torch.cat(results), weights)
         return self._run_experts(rows, weights, chosen.flatten())
 
     def _run_experts(self, rows: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         """``weights`` are ``[T, top_k]``, ``experts`` ``[T * top_k]`` on the host."""
-        top_k = weights.shape[1]
         order = experts.argsort()  # (row, expert) pairs sorted by expert
-        counts = experts.bincount(minlength=len(self.experts)).tolist()
-        both = upload_tensor(torch.cat((order // top_k, order.argsort())), rows.device)
+        counts = experts.bincount(minlength=self.group.count).tolist()
+        both = upload_tensor(torch.cat((order // weights.shape[1], order.argsort())), rows.device)
         sources, places = both.chunk(2)
-        results: list[Tensor] = []
-        first = 0
-        for expert, count in zip(self.experts, counts, strict=True):
-            if count:
-                results.append(expert(rows[sources[first : first + count]]))
-                first += count
-        shaped = torch.cat(results)[places].view(len(rows), top_k, -1)
-        return shaped.mul_(weights.unsqueeze(-1)).sum(1)
+        return add_weighted(self.group.multiply(rows, sources, counts)[places], weights)
 
     @property
     def nbytes(self) -> int:
-        return self.router.nbytes + sum(expert.nbytes for expert in self.experts)
+        return self.router.nbytes + self.group.nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,10 +206,12 @@ class SharedExpertMlp:
     gate: Projection | None
 
     def __call__(self, rows: Tensor) -> Tensor:
+        return self.run_shared(rows).add_(self.routed(rows))
+
+    def run_shared(self, rows: Tensor) -> Tensor:
+        """Run rows ``[T, hidden]`` through the shared expert alone."""
         result = self.shared(rows)
-        if self.gate is not None:
-            result.mul_(self.gate(rows).sigmoid_())
-        return result.add_(self.routed(rows))
+        return result if self.gate is None else result.mul_(self.gate(rows).sigmoid_())
 
     @property
     def capturable(self) -> bool:

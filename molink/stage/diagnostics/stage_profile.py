@@ -106,5 +106,6 @@ def _model_key(stage: Stage, block_size: int) -> str:
         f"blocks of {block_size}",
         repr(stage.config),
         *(f"without {name}" for name in sorted(stage.disabled_kernels)),
+        *([f"{stage.host_experts} experts of a layer on the CPU"] if stage.host_experts else ()),
     )
     return "; ".join(parts)

@@ -10,7 +10,7 @@ from torch import Generator, Tensor
 
 from molink.checkpoint.experts import Routing
 from molink.checkpoint.model_folder import ModelFolder
-from molink.stage.decoder.mlp import ExpertMlp, GatedMlp, create_gate
+from molink.stage.decoder.mlp import ExpertList, ExpertMlp, GatedMlp, create_gate
 from molink.stage.decoder.router import ExpertRouter
 from molink.stage.linear import PlainLinear
 from molink.stage.stage import Stage
@@ -45,9 +45,11 @@ def make(
     def weight(rows: int, columns: int) -> PlainLinear:
         return PlainLinear(torch.randn(rows, columns, generator=generator))
 
-    experts = tuple(
-        Spy(GatedMlp(weight(2 * INNER, HIDDEN), weight(HIDDEN, INNER), create_gate(activation)))
-        for _ in range(count)
+    experts = ExpertList(
+        [
+            Spy(GatedMlp(weight(2 * INNER, HIDDEN), weight(HIDDEN, INNER), create_gate(activation)))
+            for _ in range(count)
+        ]
     )
     routing = Routing(num_experts=count, top_k=chosen, renormalize=normalized)
     return ExpertMlp(ExpertRouter(weight(count, HIDDEN), routing), experts), generator
@@ -70,20 +72,20 @@ def test_a_row_is_the_weighted_sum_of_its_experts(
     kept = given_rows.clone()
     results = mlp(given_rows)
     assert torch.equal(given_rows, kept)
-    touched = {index: sum(expert.given) for index, expert in enumerate(mlp.experts)}
+    touched = {index: sum(expert.given) for index, expert in enumerate(mlp.group.experts)}
     wanted = dict.fromkeys(range(count), 0)
     for row, result in zip(kept, results, strict=True):
         odds = torch.softmax(row @ mlp.router.projection.weight.T, 0)
         best = sorted(range(count), key=lambda index: -odds[index])[:chosen]
         total = odds[best].sum() if normalized else 1.0
         expected = sum(
-            odds[index] / total * mlp.experts[index].expert(row[None])[0] for index in best
+            odds[index] / total * mlp.group.experts[index].expert(row[None])[0] for index in best
         )
         torch.testing.assert_close(result, expected, atol=1e-4, rtol=1e-4)
         for index in best:
             wanted[index] += 1
     assert touched == wanted
-    assert all(len(expert.given) <= 1 for expert in mlp.experts) or rows == 1
+    assert all(len(expert.given) <= 1 for expert in mlp.group.experts) or rows == 1
 
 
 def test_bytes_are_those_of_the_router_and_all_experts() -> None:

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from molink.checkpoint.experts import Routing, Scoring
 from molink.gguf.block_formats import BLOCK_FORMATS, E2M1_VALUES, BlockFormat
-from molink.stage.decoder.grouped_experts import GroupedExpertMlp
+from molink.stage.decoder.grouped_experts import GroupedExpertMlp, GroupedExperts
 from molink.stage.decoder.mlp import (
+    ExpertList,
     ExpertMlp,
     GatedMlp,
     SharedExpertMlp,
@@ -307,7 +308,7 @@ def make_mixtures(
     def cut(whole: Tensor | None, expert: int) -> Tensor | None:
         return None if whole is None else whole.view(count, -1, *whole.shape[1:])[expert]
 
-    experts = tuple(
+    experts = [
         GatedMlp(
             PlainLinear(cut(gate_up, index), cut(biases[0], index)),
             PlainLinear(cut(down, index), cut(biases[1], index)),
@@ -315,18 +316,20 @@ def make_mixtures(
             bounded_gate,
         )
         for index in range(count)
-    )
+    ]
     routing = Routing(num_experts=count, top_k=top_k, renormalize=True)
     grouped = GroupedExpertMlp(
         ExpertRouter(PlainLinear(router.weight.to(DEVICE)), routing),
-        *(
-            ExpertLinear(weight.to(DEVICE), None if bias is None else bias.to(DEVICE), count)
-            for weight, bias in ((gate_up, biases[0]), (down, biases[1]))
+        GroupedExperts(
+            *(
+                ExpertLinear(weight.to(DEVICE), None if bias is None else bias.to(DEVICE), count)
+                for weight, bias in ((gate_up, biases[0]), (down, biases[1]))
+            ),
+            gate,
+            bounded_gate,
         ),
-        gate,
-        bounded_gate,
     )
-    return grouped, ExpertMlp(ExpertRouter(router, routing), experts)
+    return grouped, ExpertMlp(ExpertRouter(router, routing), ExpertList(experts))
 
 
 @settings(max_examples=12)
@@ -382,7 +385,7 @@ def test_a_row_of_nan_harms_no_other() -> None:
 def test_a_shared_expert_is_added() -> None:
     grouped, one_by_one = make_mixtures(4, 2, "silu", False, False, torch.float32)
     rows, gate = torch.randn(3, HIDDEN), PlainLinear(torch.randn(1, HIDDEN))
-    shared = one_by_one.experts[0]
+    shared = one_by_one.group.experts[0]
     if DEVICE.type == "cpu":
         mixtures = [SharedExpertMlp(mlp, shared, gate) for mlp in (grouped, one_by_one)]
         torch.testing.assert_close(*(mlp(rows) for mlp in mixtures), atol=1e-4, rtol=1e-4)
@@ -393,9 +396,10 @@ def test_a_mixture_launches_few_operators() -> None:
     """Those of one by one are of a single row, for which the host computes nothing."""
     grouped, one_by_one = make_mixtures(32, 8, "silu", False, False, torch.bfloat16)
     gate = partial(apply_gate, activation="silu", limit=0.0)
-    experts = tuple(replace(expert, gate=gate) for expert in one_by_one.experts)
+    experts = ExpertList([replace(expert, gate=gate) for expert in one_by_one.group.experts])
     found, rows = [], torch.zeros(1, HIDDEN, dtype=torch.bfloat16, device=DEVICE)
-    for mixture in (replace(grouped, gate=gate), replace(one_by_one, experts=experts)):
+    gated = replace(grouped, group=replace(grouped.group, gate=gate))
+    for mixture in (gated, replace(one_by_one, group=experts)):
         with torch.inference_mode(), counted_launches() as counter:
             mixture(rows)
         found.append(counter.counts.total())
@@ -415,7 +419,9 @@ def test_the_host_waits_for_nothing(rows: int) -> None:
 
     empty = PlainLinear(torch.empty(8, HIDDEN, device="meta"))
     router = replace(grouped.router, projection=empty)
-    moved = replace(grouped, router=router, gate_up=move(grouped.gate_up), down=move(grouped.down))
+    group = grouped.group
+    there = replace(group, gate_up=move(group.gate_up), down=move(group.down))
+    moved = replace(grouped, router=router, group=there)
     with counted_launches():
         assert moved(given_rows).shape == given_rows.shape
     with pytest.raises((NotImplementedError, RuntimeError)):

@@ -1,0 +1,97 @@
+"""Experts of which some lie in host memory, where the CPU runs them while the device goes on.
+
+The device routes rows; the host reads the choice back with the rows, launches the experts on the
+device, and runs its own meanwhile. Each row's results are added in the order of its choice, as if
+all experts were in one place.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from molink.stage.decoder.mlp import ExpertGroup, ExpertList, SharedExpertMlp, add_weighted
+from molink.stage.decoder.router import ExpertRouter
+from molink.stage.device_copy import Download, begin_download, upload_tensor
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedRows:
+    """Rows ``[T, hidden]`` with the weights of their experts, on the device.
+
+    ``download`` brings the experts (``[T, top_k]``) and the rows to the host.
+    """
+
+    rows: Tensor
+    weights: Tensor
+    download: Download
+
+
+@dataclass(frozen=True, slots=True)
+class SplitExpertMlp:
+    """Experts that a router chooses, in two groups.
+
+    ``ranks`` (int64 ``[experts]``, on the host) are the experts' places: first those of the
+    ``resident`` group, then those of the ``host`` group, which computes in ``host_dtype``. Results
+    are of type ``result_dtype``.
+    """
+
+    #: Each forward reads the chosen experts back from the device.
+    capturable: ClassVar[bool] = False
+
+    router: ExpertRouter
+    resident: ExpertGroup
+    host: ExpertList
+    ranks: Tensor
+    host_dtype: torch.dtype
+    result_dtype: torch.dtype
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        return self.finish(self.route(rows))
+
+    def route(self, rows: Tensor) -> RoutedRows:
+        """Choose experts; what is launched next doesn't delay :meth:`finish`."""
+        weights, experts = self.router.choose(rows)
+        rows, weights = self.router.scale_rows(rows, weights.to(rows.dtype))
+        return RoutedRows(rows, weights, begin_download([experts, rows]))
+
+    def finish(self, routed: RoutedRows) -> Tensor:
+        """Run the chosen experts; returns rows ``[T, hidden]``."""
+        experts, host_rows = routed.download.wait()
+        ranks = self.ranks[experts.flatten()]
+        order = ranks.argsort()  # (row, expert) pairs sorted by group and expert
+        counts = ranks.bincount(minlength=len(self.ranks)).tolist()
+        split = self.resident.count
+        near = sum(counts[:split])
+        sources, device = order // experts.shape[1], routed.rows.device
+        moved = upload_tensor(torch.cat((sources[:near], order.argsort())), device)
+        parts: list[Tensor] = []
+        if near:
+            parts.append(self.resident.multiply(routed.rows, moved[:near], counts[:split]))
+        if near < len(order):
+            given = host_rows.to(self.host_dtype)
+            made = self.host.multiply(given, sources[near:], counts[split:])
+            parts.append(upload_tensor(made.to(self.result_dtype), device))
+        return add_weighted(torch.cat(parts)[moved[near:]], routed.weights)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        return self.router.nbytes + self.resident.nbytes
+
+    @property
+    def host_nbytes(self) -> int:
+        """Bytes in host memory."""
+        return self.host.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class SharedSplitMlp(SharedExpertMlp):
+    """The shared expert runs while the host reads which experts are chosen."""
+
+    routed: SplitExpertMlp
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        routed = self.routed.route(rows)
+        return self.run_shared(rows).add_(self.routed.finish(routed))
