@@ -131,6 +131,12 @@ def expand_short_name(name: str) -> str:
     return name if entry is None else entry.source
 
 
+def find_served_name(model: str) -> str:
+    """Return the name under which a swarm would serve ``model``."""
+    found = None if model == DEMO_MODEL_NAME else find_local_model(model)
+    return short_name(expand_short_name(model)) if found is None else name_local_model(found)
+
+
 def _explain_not_found(name: str) -> ModelNotFound:
     path = Path(name).expanduser()
     if name and path.is_file():

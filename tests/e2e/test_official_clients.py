@@ -7,11 +7,13 @@ Those that need Node.js or much else, and tools, of which the bundled model know
 from collections.abc import Iterator
 
 import anthropic
+import httpx
 import ollama
 import openai
 import pydantic
 import pytest
 
+from molinkd.peer.home import read_run_file
 from tests.support.processes import Process, Tools
 
 NAME = "molink-demo"
@@ -89,6 +91,25 @@ def test_ollama(of_ollama: ollama.Client, answer: str) -> None:
     assert of_ollama.generate(NAME, "What is molink?", options=options).response == answer
     formed = of_ollama.chat(NAME, QUESTION, format=Sum.model_json_schema())
     assert Sum.model_validate_json(formed.message.content or "")
+
+
+def test_the_owners_token(demo: Process, of_ollama: ollama.Client) -> None:
+    """From the endpoint's thread through the daemon to the coordinator."""
+    found = demo.found()
+    run_file = read_run_file(found.home.run_file)
+    assert run_file is not None
+    headers = {"Authorization": f"Bearer {run_file.owner_token}"}
+    with httpx.Client(base_url=run_file.endpoint, headers=headers) as owner:
+        shown = owner.get("/swarm").json()
+        assert shown["owner"]["pc"] in [one["pc"] for one in shown["pcs"]]
+        assert [one["name"] for one in shown["owner"]["models"]] == [NAME]
+        refused = owner.post("/swarm/stop", json={"model": "other"})
+        assert (refused.status_code, "has no model other" in refused.text) == (404, True)
+        served = owner.post("/swarm/serve", json={"model": NAME})
+        assert served.json() == {"state": "asked", "done": 0, "total": 0, "name": NAME}
+        assert "gpt-oss:20b" in owner.get("/swarm/models").text
+    with pytest.raises(ollama.ResponseError, match="only the owner"):
+        of_ollama.pull("qwen3:8b")
 
 
 def test_anthropic(url: str, answer: str) -> None:

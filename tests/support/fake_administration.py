@@ -1,11 +1,12 @@
 """An owner's actions that are scripted and recorded."""
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 
-from molinkd.api.administration import ModelProgress
+from molink.facts.model import Quantize
+from molinkd.api.administration import LocalModel, ModelProgress
 
-TOKEN = "the-owner's-token"
+TOKEN = "owner-token-of-the-tests"
 HEADERS = {"Authorization": f"Bearer {TOKEN}"}
 
 
@@ -21,8 +22,40 @@ class FakeAdministration:
     error: Exception | None = None
     done: list[tuple[object, ...]] = field(default_factory=list)
 
+    local: tuple[LocalModel, ...] = ()
+    peer_id: str = f"{0:016x}"
+    quantize: Quantize = "none"
+
     async def pull_model(self, model: str) -> AsyncGenerator[ModelProgress, None]:
         self.done.append(("pull", model))
+        async for one in self._run():
+            yield one
+
+    async def serve_model(self, model: str) -> AsyncGenerator[ModelProgress, None]:
+        self.done.append(("serve", model))
+        async for one in self._run():
+            yield one
+        yield ModelProgress("asked", name=model)
+
+    async def stop_model(self, name: str) -> None:
+        self._record("stop", name)
+
+    async def decide_pairing(self, code: str, *, refuse: bool) -> str:
+        self._record("refuse" if refuse else "approve", code)
+        return "lap"
+
+    async def set_drained(self, drained: bool) -> None:
+        self._record("drain", drained)
+
+    async def list_local_models(self) -> Sequence[LocalModel]:
+        return self.local
+
+    def _record(self, *action: object) -> None:
+        self.done.append(action)
+        if self.error is not None:
+            raise self.error
+
+    async def _run(self) -> AsyncGenerator[ModelProgress, None]:
         for one in self.progress:
             yield one
         if self.error is not None:

@@ -26,6 +26,7 @@ from molinkd.api.ollama.pull_route import PullRoute
 from molinkd.api.ollama.routes import OllamaRoutes
 from molinkd.api.openai.routes import OpenAIRoutes
 from molinkd.api.openapi import OpenAPIRoute
+from molinkd.api.owner_routes import OwnerRoutes
 from molinkd.api.pooling.embedding_routes import EmbeddingRoutes
 from molinkd.api.pooling.handler import PoolingHandler
 from molinkd.api.pooling.rerank_routes import RerankRoutes
@@ -82,8 +83,9 @@ def create_app(
         share_prefix_cache=settings.share_prefix_cache,
     )
     if administration is not None:
-        pull = PullRoute(administration, bodies, catalog, settings.stall_timeout_s)
-        app.add_routes(pull.routes)
+        patience = settings.stall_timeout_s
+        app.add_routes(PullRoute(administration, bodies, catalog, patience).routes)
+        app.add_routes(OwnerRoutes(backend, administration, bodies, patience).routes)
     for table in (
         OpenAIRoutes(backend, bodies, catalog, generator).routes,
         _StatusRoutes(backend, recorder).routes,
@@ -94,7 +96,7 @@ def create_app(
         ResponseRoutes(bodies, generator).routes,
         MessageRoutes(bodies, generator).routes,
         OpenAPIRoute().routes,
-        SwarmRoute(backend).routes,
+        SwarmRoute(backend, administration).routes,
         ChatPage().routes,
     ):
         app.add_routes(table)

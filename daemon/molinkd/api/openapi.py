@@ -17,6 +17,7 @@ from molinkd.api.ollama.schema import (
     PullRequest,
 )
 from molinkd.api.openai.schema import ChatBody, CompletionBody
+from molinkd.api.owner_routes import DrainBody, ModelBody, PairingBody
 from molinkd.api.pooling.schema import (
     EmbeddingBody,
     OllamaEmbedBody,
@@ -36,6 +37,10 @@ REQUEST_BODIES: dict[str, type[msgspec.Struct]] = {
     "/api/generate": GenerateRequest,
     "/api/show": ModelReference,
     "/api/pull": PullRequest,
+    "/swarm/pairing": PairingBody,
+    "/swarm/drain": DrainBody,
+    "/swarm/serve": ModelBody,
+    "/swarm/stop": ModelBody,
     "/v1/embeddings": EmbeddingBody,
     "/api/embed": OllamaEmbedBody,
     "/api/embeddings": OllamaEmbeddingsBody,

@@ -1,7 +1,8 @@
 """``GET /swarm``: the summary of the swarm that the chat page draws.
 
 It has less than ``molink status --json``: users of the endpoint see which PC computes what and why
-a request waits, but no ids, ports, processes or codes. All texts are plain.
+a request waits, but no ids, ports, processes or codes. The owner of this PC also sees what waits
+for a decision. All texts are plain.
 """
 
 import asyncio
@@ -13,6 +14,7 @@ from aiohttp import web
 from msgspec import json
 
 from molink.plaintext import sanitize_text
+from molink.swarm.agent.pause_policy import DRAINED_REASON
 from molink.swarm.controller.status_schema import (
     PeerStatus,
     PipelineStatus,
@@ -21,11 +23,15 @@ from molink.swarm.controller.status_schema import (
     decode_status,
     short_device_name,
 )
+from molinkd.api.access_guard import is_owner
+from molinkd.api.administration import Administration
 from molinkd.api.api_settings import is_loopback
 from molinkd.api.backend import Backend
 
 #: How long a summary is reused, in seconds, however many pages poll.
 CACHE_TTL_S = 0.7
+#: Maximum number of events that the owner sees.
+_MAX_EVENTS = 30
 #: Maximum number of join commands with addresses.
 _MAX_ADDRESSES = 3
 _ADDRESS = re.compile(r"(\[[0-9a-fA-F:.]+\]|[\w.-]+):\d+")
@@ -35,6 +41,7 @@ class StageSummary(msgspec.Struct, frozen=True):
     """A stage: its PC and layers, seconds per row, and seconds to send a row to the next stage.
 
     ``doing`` is its activity other than serving; ``busy`` is in percent, ``None`` if unknown.
+    ``link_rate`` is in bytes/s, 0 if unknown.
     """
 
     pc: str
@@ -44,6 +51,7 @@ class StageSummary(msgspec.Struct, frozen=True):
     busy: int | None
     decode_s: float
     link_s: float
+    link_rate: float
 
 
 class RequestSummary(msgspec.Struct, frozen=True):
@@ -70,11 +78,57 @@ class RingSummary(msgspec.Struct, frozen=True):
 
 
 class PcSummary(msgspec.Struct, frozen=True):
-    """A PC without a stage."""
+    """A PC, or one of its devices; ``doing`` is empty if it has a stage and computes.
+
+    ``memory`` are the bytes that it offers, ``weights`` and ``kv`` what its stages take of them.
+    """
 
     pc: str
     device: str
     doing: str
+    is_placed: bool
+    memory: int
+    weights: int
+    kv: int
+
+
+class DesiredModelSummary(msgspec.Struct, frozen=True):
+    """A desired model; a ``stopped`` one is not served for now, ``ready`` pipelines serve it."""
+
+    name: str
+    quantize: str
+    stopped: bool
+    ready: int
+    applied: bool
+
+
+class TransferSummary(msgspec.Struct, frozen=True):
+    """Files that a PC fetches, in bytes and bytes/s."""
+
+    pc: str
+    model: str
+    done: int
+    total: int
+    rate: float
+
+
+class PairingSummary(msgspec.Struct, frozen=True):
+    """A PC that waits for approval, and the code that it shows if nobody is in between."""
+
+    name: str
+    address: str
+    code: str
+
+
+class OwnerSummary(msgspec.Struct, frozen=True):
+    """What only the owner sees; ``pc`` is the name of this PC."""
+
+    pc: str
+    drained: bool
+    pairings: tuple[PairingSummary, ...]
+    models: tuple[DesiredModelSummary, ...]
+    transfers: tuple[TransferSummary, ...]
+    events: tuple[str, ...]
 
 
 class SwarmSummary(msgspec.Struct, frozen=True):
@@ -86,17 +140,19 @@ class SwarmSummary(msgspec.Struct, frozen=True):
     trouble: str
     pairings: int
     rings: tuple[RingSummary, ...]
-    others: tuple[PcSummary, ...]
+    pcs: tuple[PcSummary, ...]
     join: tuple[str, ...]
+    owner: OwnerSummary | None = None
 
 
 class SwarmRoute:
     """``/swarm``."""
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend, administration: Administration | None = None) -> None:
         self._backend = backend
+        self._administration = administration
         self._lock = asyncio.Lock()
-        self._last = b""
+        self._last = SwarmStatus()
         self._expires_at = 0.0
 
     @property
@@ -109,12 +165,15 @@ class SwarmRoute:
         loop = asyncio.get_running_loop()
         async with self._lock:
             if loop.time() >= self._expires_at:
-                self._last = json.encode(
-                    summarize_swarm(decode_status(await self._backend.fetch_status()))
-                )
+                self._last = decode_status(await self._backend.fetch_status())
                 self._expires_at = loop.time() + CACHE_TTL_S
+        summary = summarize_swarm(self._last)
+        if self._administration is not None and is_owner(request):
+            owner = summarize_for_owner(self._last, self._administration.peer_id)
+            summary = msgspec.structs.replace(summary, owner=owner)
         headers = {"Cache-Control": "no-store"}
-        return web.Response(body=self._last, content_type="application/json", headers=headers)
+        body = json.encode(summary)
+        return web.Response(body=body, content_type="application/json", headers=headers)
 
 
 def summarize_swarm(status: SwarmStatus) -> SwarmSummary:
@@ -129,8 +188,36 @@ def summarize_swarm(status: SwarmStatus) -> SwarmSummary:
         trouble=sanitize_text(status.trouble),
         pairings=len(status.pairing_requests),
         rings=tuple(_summarize_ring(one, peers) for one in status.pipelines),
-        others=tuple(_summarize_pc(peer) for peer in status.peers if peer.id not in placed),
+        pcs=tuple(_summarize_pc(peer, peer.id in placed) for peer in status.peers),
         join=tuple(_join_commands(status)),
+    )
+
+
+def summarize_for_owner(status: SwarmStatus, own_id: str) -> OwnerSummary:
+    """Summarize what waits for a decision of the owner of the PC ``own_id``."""
+    own = next((peer for peer in status.peers if peer.id == own_id), PeerStatus(id=own_id))
+    return OwnerSummary(
+        pc=sanitize_text(own.name),
+        drained=own.paused == DRAINED_REASON,
+        pairings=tuple(
+            PairingSummary(*map(sanitize_text, (one.name, one.address, one.code)))
+            for one in status.pairing_requests
+        ),
+        models=tuple(
+            DesiredModelSummary(
+                sanitize_text(one.name), one.quantize, one.stopped, one.ready, one.applied
+            )
+            for one in status.models
+        ),
+        transfers=tuple(
+            TransferSummary(
+                sanitize_text(peer.name), sanitize_text(one.model), one.bytes, one.total, one.rate
+            )
+            for peer in status.peers
+            for one in peer.transfers
+            if not one.copy
+        ),
+        events=tuple(map(sanitize_text, status.events[-_MAX_EVENTS:])),
     )
 
 
@@ -169,17 +256,24 @@ def _summarize_stage(
         busy=None if worker is None or worker.load is None else worker.load.busy,
         decode_s=stage.decode_s,
         link_s=stage.link_s,
+        link_rate=0.0 if worker is None or worker.load is None else worker.load.link.rate,
     )
 
 
-def _summarize_pc(peer: PeerStatus) -> PcSummary:
+def _summarize_pc(peer: PeerStatus, is_placed: bool) -> PcSummary:
     doing = peer.state
     if peer.state == "online":
-        doing = peer.paused or ("endpoint only" if peer.stage == "none" else "standby")
+        standby = "" if is_placed else "standby"
+        doing = peer.paused or ("endpoint only" if peer.stage == "none" else standby)
+    loads = [one.load for one in peer.workers if one.load is not None]
     return PcSummary(
-        sanitize_text(peer.name),
-        sanitize_text(short_device_name(peer.device)),
-        sanitize_text(peer.reason or doing),
+        pc=sanitize_text(peer.name),
+        device=sanitize_text(short_device_name(peer.device)),
+        doing=sanitize_text(peer.reason or doing),
+        is_placed=is_placed,
+        memory=peer.memory,
+        weights=sum(one.weights for one in loads),
+        kv=sum(one.kv for one in loads),
     )
 
 

@@ -12,13 +12,12 @@ from urllib.parse import quote
 import typer
 from rich.console import Console
 
-from molink.checkpoint.model_names import DEMO_MODEL_NAME, short_name
+from molink.checkpoint.model_names import DEMO_MODEL_NAME
 from molink.checkpoint.model_source import (
     check_model_name,
-    expand_short_name,
     find_catalog_entry,
     find_local_model,
-    name_local_model,
+    find_served_name,
 )
 from molink.errors import Unavailable, UsageError
 from molink.facts.layer_range import parse_layers
@@ -99,13 +98,13 @@ def run_model(
             f"{place.format_command('join')}"
         )
     line = TransferLine(Console(stderr=True, highlight=False, soft_wrap=True))
-    name, status = _served_name(model), daemon_client.fetch_status(found)
+    name, status = find_served_name(model), daemon_client.fetch_status(found)
     stopped, served = daemon_client.stopped_models(status), daemon_client.served_models(status)
     entry = find_catalog_entry(model)
     if name not in (*stopped, *served):
         # The swarm knows names that this PC does not: an applied file may be on another PC.
         model = resolve_model_name(model)
-        name = _served_name(model)
+        name = find_served_name(model)
     if name in stopped:
         daemon_client.send_request(found, SwitchModel(ref=0, model=name, served=True))
     elif name not in served:
@@ -130,7 +129,7 @@ def stop(
     found = daemon_client.require_daemon(home)
     status, format_command = daemon_client.fetch_status(found), Home.find_home(home).format_command
     if model is not None:
-        name = _served_name(model)
+        name = find_served_name(model)
         confirm_action(f"Unload {name} on all PCs of the swarm?", yes=yes)
         daemon_client.send_request(found, SwitchModel(ref=0, model=name))
         print(printable(f"Unloaded {name}. Undo: {format_command(f'run {model}')}."))
@@ -144,12 +143,6 @@ def stop(
     assert isinstance(reply, DoneReply)
     again = f"{format_command('run MODEL')} loads a model."
     print(printable(f"Unloaded {', '.join(served) or 'nothing'}. {again}"))
-
-
-def _served_name(model: str) -> str:
-    """Return the name under which a swarm would serve the model."""
-    found = None if model == DEMO_MODEL_NAME else find_local_model(model)
-    return short_name(expand_short_name(model)) if found is None else name_local_model(found)
 
 
 def _request_model(found: daemon_client.RunningDaemon, model: str, line: TransferLine) -> str:

@@ -1,52 +1,19 @@
 """``molink search``: models of the catalog, their sizes, and which fit here."""
 
 import json
-from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from molink.checkpoint.hub_catalog import CatalogEntry, load_catalog
+from molink.checkpoint.hub_catalog import load_catalog
 from molink.errors import ModelNotFound
-from molink.sim.model_description import ModelDescription
-from molink.sim.model_fit import ModelFit, estimate_fit, needed_memory
+from molink.sim.swarm_capacity import FoundModel, describe_entry
 from molinkd.cli.local_models import JsonOption
 from molinkd.cli.plain_table import format_rows
-from molinkd.cli.swarm_capacity import SwarmCapacity, find_capacity
+from molinkd.cli.swarm_capacity import find_capacity
 from molinkd.cli.swarm_verbs import HomeOption
 from molinkd.cli.units import format_size
 from molinkd.peer.home import Home
-
-
-@dataclass(frozen=True, slots=True)
-class FoundModel:
-    """An entry with what follows from its shape; ``download`` and ``memory`` in bytes."""
-
-    entry: CatalogEntry
-    parameters: int
-    download: int
-    memory: int
-    fit: ModelFit
-
-    def as_json(self) -> dict[str, Any]:
-        """Return plain values for JSON."""
-        entry = self.entry
-        return {
-            "name": entry.name,
-            "source": entry.source,
-            "format": entry.format,
-            "use": entry.use,
-            "license": entry.license,
-            "date": entry.date.isoformat(),
-            "parameters": self.parameters,
-            "download_bytes": self.download,
-            "memory_bytes": self.memory,
-            "fits": self.fit.fits,
-            "quantize": self.fit.quantize,
-            "stages": self.fit.num_stages,
-            "tokens_per_s": round(self.fit.tokens_per_s, 1) or None,
-            "reason": self.fit.reason,
-        }
 
 
 def search(
@@ -87,18 +54,6 @@ def search(
         print(f"Not measured yet: {place.format_command('up')} measures it.")
     print("Sizes are computed, about as published.")
     print(f"{place.format_command('run NAME')} serves a model.")
-
-
-def describe_entry(entry: CatalogEntry, capacity: SwarmCapacity) -> FoundModel:
-    """Describe a model and how it would fit."""
-    model, weights = ModelDescription.from_catalog(entry), entry.describe_weights()
-    return FoundModel(
-        entry,
-        weights.parameters,
-        weights.nbytes,
-        needed_memory(model.facts),
-        estimate_fit(model, capacity.candidates, capacity.links, capacity.quantize),
-    )
 
 
 def _format_table(found: list[FoundModel]) -> str:

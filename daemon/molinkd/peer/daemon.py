@@ -89,6 +89,14 @@ class Daemon:
         self._device_daemons: DeviceDaemons | None = None
         self._leadership: Leadership | None = None
         self._draft_model: DraftModelFolder | None = None
+        self._commands = UserCommands(
+            self._query_status,
+            self._forward_request,
+            self._shutdown,
+            self._drain,
+            self._load_model,
+            self._apply_file,
+        )
 
     def _announce(self, event: AnyDaemonEvent) -> None:
         """Emit an event; an output error, such as a full disk, is ignored."""
@@ -357,19 +365,11 @@ class Daemon:
         me = authenticator.allow_peer(keys.public)
         authenticator.start()
         stack.callback(authenticator.close)
-        commands = UserCommands(
-            self._query_status,
-            self._forward_request,
-            self._shutdown,
-            self._drain,
-            self._load_model,
-            self._apply_file,
-        )
         banned_peers = BannedPeers()
         service = ControlService(
             me,
             repository,
-            commands,
+            self._commands,
             LeaderQueries(self._answer_leader_request, self._coordinator_location),
         )
         server: Server[ControlMessage] = Server(
@@ -423,7 +423,10 @@ class Daemon:
         stack.push_async_callback(lambda: asyncio.gather(node.send_goodbye(), devices.close()))
         api_key = owner_token = ""
         if not self._launch.pc:
-            endpoint = ApiEndpoint(self._settings, node.backend, LocalAdministration(self._home))
+            administration = LocalAdministration(
+                self._home, resources.me, self._settings.quantize, self._commands
+            )
+            endpoint = ApiEndpoint(self._settings, node.backend, administration)
             await endpoint.start()
             stack.push_async_callback(endpoint.close)  # answers finish before the goodbye
             url, api_key, owner_token = endpoint.url, endpoint.api_key, endpoint.owner_token

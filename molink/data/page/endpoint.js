@@ -1,6 +1,6 @@
 // The endpoint client: requests, event streams, and readable errors.
 
-const KEY = "molink.key";
+const KEY = "molink.key", OWNER = "molink.owner";
 
 export class EndpointError extends Error {
   constructor(message, status = 0, retryAfter = 0) {
@@ -10,14 +10,32 @@ export class EndpointError extends Error {
   }
 }
 
-let key = "";
-try { key = sessionStorage.getItem(KEY) ?? ""; } catch { /* storage is blocked */ }
+let key = recall(KEY), owner = recall(OWNER);
 
 export const apiKey = () => key;
 
 function setApiKey(text) {
   key = text.trim();
-  try { sessionStorage.setItem(KEY, key); } catch { /* storage is blocked: keep the key in memory */ }
+  keep(KEY, key);
+}
+
+// Take the owner's token out of an address that `molink page` printed; returns whether it was one.
+export function takeOwnerToken() {
+  const found = /^#owner=([\w-]{20,100})$/.exec(location.hash);
+  if (!found) return false;
+  owner = found[1];
+  keep(OWNER, owner);
+  history.replaceState(null, "", location.pathname);
+  return true;
+}
+
+// Secrets stay until the tab closes; where storage is blocked, in memory only.
+function keep(name, text) {
+  try { sessionStorage.setItem(name, text); } catch { /* storage is blocked */ }
+}
+
+function recall(name) {
+  try { return sessionStorage.getItem(name) ?? ""; } catch { return ""; }
 }
 
 // Use `text` as the key from now on, unless the endpoint refuses it; returns false then.
@@ -36,9 +54,21 @@ export async function tryApiKey(text) {
 
 // Send a request and return its successful response; throws EndpointError.
 export async function call(path, { body, signal } = {}) {
+  try {
+    return await send(path, owner || key, body, signal);
+  } catch (error) {
+    if (error.status !== 401 || !owner) throw error;
+    // A token of an earlier start.
+    owner = "";
+    keep(OWNER, "");
+    return send(path, key, body, signal);
+  }
+}
+
+async function send(path, secret, body, signal) {
   const headers = {};
   if (body) headers["Content-Type"] = "application/json";
-  if (key) headers.Authorization = "Bearer " + encodeKey(key);
+  if (secret) headers.Authorization = "Bearer " + encodeKey(secret);
   const options = { headers, signal, cache: "no-store" };
   if (body) Object.assign(options, { method: "POST", body: JSON.stringify(body) });
   let response;
@@ -60,7 +90,8 @@ function encodeKey(text) {
 async function refusal(response) {
   let told = "";
   try {
-    told = String((await response.json()).error.message ?? "");
+    const { error } = await response.json();
+    told = String(error.message ?? error ?? "");
   } catch { /* not an error object of ours, perhaps from a proxy */ }
   const after = Number(response.headers.get("Retry-After")) || 0;
   return new EndpointError(sentence(response.status, told, after), response.status, after);
@@ -113,4 +144,26 @@ export async function* events(response) {
     reader.cancel().catch(() => {});
   }
   if (!over) throw new EndpointError("The endpoint closed the stream before the answer was complete.");
+}
+
+// Yield the objects of a response with one per line; throws EndpointError on an error object.
+export async function* lines(response) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    let part;
+    try {
+      part = await reader.read();
+    } catch {
+      throw new EndpointError("The connection to the endpoint was lost.");
+    }
+    const whole = (rest + (part.value ?? "")).split("\n");
+    rest = whole.pop();
+    for (const line of whole) {
+      const one = JSON.parse(line);
+      if (one.error) throw new EndpointError(ended(String(one.error.message ?? one.error)), 500);
+      yield one;
+    }
+    if (part.done) return;
+  }
 }

@@ -2,7 +2,9 @@
 
 import { Answering } from "./answering.js";
 import { byId, icon, make, say, setText } from "./dom.js";
-import { call } from "./endpoint.js";
+import { call, takeOwnerToken } from "./endpoint.js";
+import { FirstStart } from "./first_start.js";
+import { Manage } from "./manage.js";
 import { KeyDialog, SettingsDialog } from "./settings.js";
 import { Sidebar } from "./sidebar.js";
 import { browserStorage, Store } from "./store.js";
@@ -11,12 +13,16 @@ import { add, choose, splitThoughts } from "./tree.js";
 import { fit, MessageList } from "./message_list.js";
 
 const NEW = "new";
+// Address of the view "Swarm".
+const MANAGE = "#swarm";
 // Seconds between saves of a running answer.
 const SAVE_INTERVAL_S = 2;
 
 const store = new Store(browserStorage());
 const answers = new Map();
 const text = byId("text"), send = byId("send"), scroll = byId("scroll");
+const isOwnerLink = takeOwnerToken();
+let managing = false;
 let conversation = addressed();
 
 for (const [id, name] of [["open-list", "list"], ["fresh", "plus"], ["open-settings", "gear"]]) byId(id).append(icon(name));
@@ -42,7 +48,34 @@ const unlocked = () => { loadModels(); swarm.refresh(); };
 const keyDialog = new KeyDialog(unlocked);
 const settings = new SettingsDialog(store, unlocked, () => { for (const one of answers.values()) one.stop(); open(store.create()); });
 const swarm = new Swarm();
+const manage = new Manage(() => swarm.refresh());
+const firstStart = new FirstStart(messageList.offers, (model) => { view(true); manage.start(model, "serve"); });
 const narrow = window.matchMedia("(max-width: 60rem)");
+
+// --- the views ---
+
+// Show the swarm's view, or the conversation.
+function view(swarms) {
+  if (swarms === managing) return;
+  managing = swarms;
+  byId("manage").hidden = !swarms;
+  document.querySelector("main").hidden = swarms;
+  document.body.classList.toggle("managing", swarms);
+  swarm.watch("view", swarms);
+  showTitle();
+  if (!swarms) return;
+  if (location.hash !== MANAGE) history.pushState(null, "", MANAGE);
+  for (const id of ["list", "swarm"]) if (narrow.matches) panel(id, false);
+  byId("manage").focus({ preventScroll: true });
+}
+
+function showTitle() {
+  const title = managing ? "Swarm" : conversation.title;
+  document.title = title ? `${title} · molink` : "molink";
+}
+
+byId("open-manage").addEventListener("click", () => view(true));
+byId("close-manage").addEventListener("click", () => { open(conversation); text.focus(); });
 
 // --- the conversation -----------------------------------------------------------------------------
 
@@ -60,6 +93,7 @@ function addressed() {
 }
 
 function open(wanted) {
+  view(false);
   if (address(wanted) !== location.hash) history.pushState(null, "", address(wanted) || location.pathname);
   conversation = wanted;
   text.value = store.draft(draftName());
@@ -69,8 +103,8 @@ function open(wanted) {
 }
 
 function show() {
-  if (address(conversation) !== location.hash) history.replaceState(null, "", address(conversation) || location.pathname);
-  document.title = conversation.title ? `${conversation.title} · molink` : "molink";
+  if (!managing && address(conversation) !== location.hash) history.replaceState(null, "", address(conversation) || location.pathname);
+  showTitle();
   const follow = atEnd();
   messageList.show(conversation, answers.get(conversation.id));
   sidebar.show(conversation.id);
@@ -190,7 +224,7 @@ function panel(id, shown) {
   button.setAttribute("aria-expanded", String(shown));
   if (shown && narrow.matches) panel(id === "list" ? "swarm" : "list", false);
   if (hadFocus) button.focus();
-  if (id === "swarm") swarm.watch(shown);
+  if (id === "swarm") swarm.watch("panel", shown);
   cover();
 }
 
@@ -202,6 +236,7 @@ narrow.addEventListener("change", cover);
 
 for (const id of ["list", "swarm"]) {
   byId(`open-${id}`).addEventListener("click", () => {
+    if (id === "swarm" && managing) return open(conversation);
     panel(id, byId(id).hidden);
     store.set({ panels: { list: !byId("list").hidden, swarm: !byId("swarm").hidden } });
   });
@@ -240,6 +275,8 @@ async function loadModels() {
 models.addEventListener("change", () => store.set({ model: models.value }));
 swarm.addEventListener("refreshed", (event) => {
   showProgress();
+  if (managing) manage.update(swarm.summary, event.detail);
+  if (!event.detail) firstStart.update(swarm.summary);
   const served = (swarm.summary?.rings ?? []).map((ring) => ring.model).sort().join("\n");
   if (event.detail?.status === 401) keyDialog.open();
   if (served !== models.dataset.served || performance.now() - modelsLoadedAt > 9000) loadModels();
@@ -262,11 +299,16 @@ for (const kind of ["beforeunload", "pagehide"]) {
   });
 }
 
-window.addEventListener("popstate", () => open(addressed()));
+window.addEventListener("popstate", () => {
+  if (takeOwnerToken() || location.hash === MANAGE) view(true);
+  else open(addressed());
+});
 document.querySelector(".skip").addEventListener("click", (event) => { event.preventDefault(); text.focus(); });
 
 const panels = store.settings.panels ?? { list: false, swarm: false };
-open(conversation);
+const atManage = isOwnerLink || location.hash === MANAGE;
+if (atManage) { show(); view(true); }
+else open(conversation);
 panel("list", Boolean(panels.list) && !narrow.matches);
 panel("swarm", Boolean(panels.swarm) && !narrow.matches);
 loadModels();

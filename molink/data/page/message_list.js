@@ -13,6 +13,9 @@ export class MessageList {
     this.views = new Map();
     this.empty = make("div", "hello", make("strong", "", "What would you like to know?"),
       "Answers are computed by the PCs of your swarm. Conversations stay in this browser.");
+    // Where models are offered if none is served.
+    this.offers = make("div", "");
+    this.empty.append(this.offers);
   }
 
   show(conversation, answering) {

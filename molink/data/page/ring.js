@@ -156,7 +156,7 @@ function describe(stage, share, several) {
 }
 
 // Layers are counted from 1 here.
-function layersOf({ layers: [first, last] }) {
+export function layersOf({ layers: [first, last] }) {
   return last - first === 1 ? `layer ${last}` : `layers ${first + 1}–${last}`;
 }
 

@@ -13,7 +13,7 @@ export class Swarm extends EventTarget {
   constructor() {
     super();
     this.summary = null;
-    this.watched = false;
+    this.watchers = new Set();
     this.waiting = 0;
     this.rings = [];
     this.others = byId("others");
@@ -21,9 +21,10 @@ export class Swarm extends EventTarget {
     this.#schedule(0);
   }
 
-  // Poll often while the panel is open.
-  watch(open) {
-    this.watched = open;
+  // Poll often while `who`, the panel or the view, is open.
+  watch(who, open) {
+    if (open) this.watchers.add(who);
+    else this.watchers.delete(who);
     this.#schedule(0);
   }
 
@@ -48,7 +49,7 @@ export class Swarm extends EventTarget {
     } catch (error) {
       failure = error;
     }
-    this.#schedule(this.watched || this.waiting ? ACTIVE_S : IDLE_S);
+    this.#schedule(this.watchers.size || this.waiting ? ACTIVE_S : IDLE_S);
     this.#show(failure);
     this.dispatchEvent(new CustomEvent("refreshed", { detail: failure }));
   }
@@ -61,15 +62,16 @@ export class Swarm extends EventTarget {
     setText(byId("swarm-word"), word);
     pill.setAttribute("aria-label", `Swarm: ${failure ? "unknown" : `${word}, ${this.summary.ready ? "ready" : "not ready"}`}`);
     setSentence(byId("swarm-state"), failure ? failure.message : stateOf(this.summary));
-    if (failure || !this.watched) return this.rings.forEach((ring) => ring.stop());
-    const { rings, others, join, pairings } = this.summary;
+    if (failure || !this.watchers.has("panel")) return this.rings.forEach((ring) => ring.stop());
+    const { rings, pcs: all, join, pairings, owner } = this.summary;
     while (this.rings.length < rings.length) this.rings.push(new Ring());
     for (const ring of this.rings.splice(rings.length)) ring.stop();
     arrange(byId("rings"), this.rings.map((ring) => ring.element));
     rings.forEach((ring, at) => this.rings[at].update(ring));
-    this.#list(others);
+    this.#list(all.filter((one) => !one.is_placed));
     this.#showJoin(join);
-    setSentence(byId("pairings"), pairings ? `${pcs(pairings)} waiting to join: run \`molink approve\` in a terminal.` : "");
+    const how = owner ? "see Manage." : "run `molink approve` in a terminal.";
+    setSentence(byId("pairings"), pairings ? `${pcs(pairings)} waiting to join: ${how}` : "");
   }
 
   #list(others) {
@@ -90,11 +92,11 @@ export class Swarm extends EventTarget {
   }
 }
 
-function pcs(count) {
+export function pcs(count) {
   return count === 1 ? "1 PC" : `${count} PCs`;
 }
 
-function stateOf(summary) {
+export function stateOf(summary) {
   const offline = summary.offline ? `, ${summary.offline} offline` : "";
   const state = summary.ready ? "ready" : `not ready${summary.trouble ? `: ${summary.trouble}` : ""}`;
   return `${pcs(summary.online)} connected${offline}, ${state}.`;

@@ -13,7 +13,7 @@ from molinkd.api.api_settings import ApiSettings
 from molinkd.api.app import create_app
 from molinkd.api.http_server import EndpointServer
 from tests.molinkd.cli.top import swarms
-from tests.support.fake_administration import FakeAdministration
+from tests.support.fake_administration import TOKEN, FakeAdministration
 from tests.support.fake_backend import FakeBackend, build_model
 from tests.support.inline_reader import InlineReader
 from tools.browser import Browser, find_driver
@@ -73,8 +73,17 @@ def window() -> Iterator[Browser]:
 
 
 @pytest.fixture
-def page(backend: FakeBackend, window: Browser) -> Iterator[Callable[..., Browser]]:
+def administration() -> FakeAdministration:
+    return FakeAdministration()
+
+
+@pytest.fixture
+def page(
+    backend: FakeBackend, administration: FakeAdministration, window: Browser
+) -> Iterator[Callable[..., Browser]]:
     """``page(**settings)`` opens the page of a new endpoint, with its own storage.
+
+    ``at`` is the address's fragment.
 
     Fails on violations of the content security policy and on script errors.
     """
@@ -82,11 +91,12 @@ def page(backend: FakeBackend, window: Browser) -> Iterator[Callable[..., Browse
     backend.swarm = swarms.ring(["attic", "<img src=x onerror=window.hit=1>"], model="tiny")
     servers = []
 
-    def open_page(served: FakeBackend = backend, **settings: Any) -> Browser:
-        server = EndpointServer(served, ApiSettings(**settings), InlineReader)
+    def open_page(served: FakeBackend = backend, at: str = "", **settings: Any) -> Browser:
+        made = ApiSettings(owner_token=TOKEN, **settings)
+        server = EndpointServer(served, made, InlineReader, administration)
         server.start(0)
         servers.append(server)
-        window.open(server.url.removesuffix("/v1") + "/")
+        window.open(server.url.removesuffix("/v1") + "/" + at)
         return window
 
     window.emulate("Emulation.clearDeviceMetricsOverride")

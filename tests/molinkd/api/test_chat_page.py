@@ -150,7 +150,7 @@ def test_pcs_without_a_stage() -> None:
         peer(4, "gone", state="offline"),
     ]
     shown = summarize_swarm(decode({"peers": peers}))
-    assert [one.doing for one in shown.others] == [
+    assert [one.doing for one in shown.pcs] == [
         "standby",
         "endpoint only",
         "paused: its GPU is busy",

@@ -16,11 +16,6 @@ from tests.support.inline_reader import InlineReader
 
 
 @pytest.fixture
-def administration() -> FakeAdministration:
-    return FakeAdministration()
-
-
-@pytest.fixture
 def url(backend: FakeBackend, administration: FakeAdministration) -> Iterator[str]:
     settings = ApiSettings(owner_token=TOKEN)
     server = EndpointServer(backend, settings, InlineReader, administration)

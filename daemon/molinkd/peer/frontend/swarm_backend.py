@@ -24,7 +24,6 @@ from molink.errors import (
     ModelNotFound,
     MolinkError,
     Overloaded,
-    Unavailable,
     WireError,
 )
 from molink.routing.cache_report import unpack_report
@@ -55,6 +54,7 @@ from molink.wire.messages.serving import (
     Request,
 )
 from molinkd.api.backend import MetricValues, ServedModel
+from molinkd.peer.frontend.loop_calls import call_on_loop
 from molinkd.peer.frontend.scheduler_connections import SchedulerConnections
 
 log = logging.getLogger(__name__)
@@ -228,21 +228,8 @@ class SwarmBackend:
 
     async def fetch_status(self) -> bytes:
         """The swarm's status; see :class:`molinkd.api.backend.Backend`."""
-
-        async def ask() -> bytes:
-            return await self._query_status()
-
-        query = ask()
-        try:
-            pending = asyncio.run_coroutine_threadsafe(query, self._loop)
-        except RuntimeError:  # the daemon's loop is closed
-            query.close()
-            raise Unavailable("molink is shutting down on this PC") from None
-        try:
-            async with asyncio.timeout(_STATUS_S):
-                return await asyncio.wrap_future(pending)
-        except TimeoutError:
-            raise Unavailable("the daemon is too busy to report the status") from None
+        late = "the daemon is too busy to report the status"
+        return await call_on_loop(self._loop, lambda: self._query_status(), _STATUS_S, late)
 
     def _call_on_loop(self, work: Callable[..., None], *args: object) -> None:
         with contextlib.suppress(RuntimeError):  # the daemon's loop has been closed

@@ -4,12 +4,23 @@ import asyncio
 import threading
 from collections.abc import Iterator
 from contextlib import aclosing
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
 from molink.checkpoint import hub
-from molink.errors import ModelNotFound, Overloaded
+from molink.errors import ModelNotFound, Overloaded, RequestError
+from molink.wire.messages.admin import (
+    LoadModelReply,
+    PairingDecisionReply,
+    PairingDecisionRequest,
+    SwitchModel,
+)
+from molink.wire.messages.control_plane import ControlMessage, DoneReply
+from molinkd.peer.control_service import UserCommands
 from molinkd.peer.frontend import local_administration
 from molinkd.peer.frontend.local_administration import MAX_PULLS, LocalAdministration
 from molinkd.peer.home import Home
@@ -26,9 +37,46 @@ def served(
         yield made
 
 
+@dataclass
+class Swarm:
+    """The daemon's side, scripted and recorded."""
+
+    status: dict[str, object] = field(default_factory=dict)
+    asked: list[object] = field(default_factory=list)
+    replies: list[LoadModelReply] = field(default_factory=list)
+
+    @property
+    def commands(self) -> UserCommands:
+        async def query_status(_: bool) -> bytes:
+            return msgspec.json.encode(self.status)
+
+        async def forward(message: ControlMessage) -> tuple[ControlMessage, bytes]:
+            self.asked.append(message)
+            if isinstance(message, PairingDecisionRequest):
+                return PairingDecisionReply(ref=0, name="lap"), b""
+            return DoneReply(ref=0), b""
+
+        async def load_model(model: str) -> LoadModelReply:
+            self.asked.append(model)
+            return self.replies.pop(0)
+
+        def set_drained(drain: bool, device: str) -> None:
+            self.asked.append((drain, device))
+
+        async def unused(_: object) -> Any:
+            raise AssertionError
+
+        return UserCommands(query_status, forward, unused, set_drained, load_model, unused)
+
+
 @pytest.fixture
-def owner(tmp_path: Path) -> LocalAdministration:
-    return LocalAdministration(Home(tmp_path / "home"))
+def swarm() -> Swarm:
+    return Swarm()
+
+
+@pytest.fixture
+async def owner(tmp_path: Path, swarm: Swarm) -> LocalAdministration:
+    return LocalAdministration(Home(tmp_path / "home"), "me", "none", swarm.commands)
 
 
 async def test_clients_share_a_download(owner: LocalAdministration, served: FakeHub) -> None:
@@ -68,3 +116,46 @@ async def test_a_download_ends_with_its_last_client(
     assert await asyncio.to_thread(stopped.wait, 60)
     async with aclosing(owner.pull_model("owner/c")) as last:
         await anext(last)
+
+
+async def test_serving_follows_the_daemon(
+    owner: LocalAdministration, swarm: Swarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local_administration, "POLL_INTERVAL_S", 0.0)
+    swarm.replies = [
+        LoadModelReply(ref=0, state="fetching", name="", done=3, total=9),
+        LoadModelReply(ref=0, state="asked", name="molink-demo"),
+    ]
+    found = [one async for one in owner.serve_model("molink-demo")]
+    assert [(one.state, one.done, one.total) for one in found] == [
+        ("fetching", 3, 9),
+        ("asked", 0, 0),
+    ]
+    assert swarm.asked == ["molink-demo", "molink-demo"]
+
+
+async def test_a_stopped_model_is_resumed(owner: LocalAdministration, swarm: Swarm) -> None:
+    swarm.status = {"models": [{"name": "molink-demo", "stopped": True}]}
+    found = [one async for one in owner.serve_model("molink-demo")]
+    assert [(one.state, one.name) for one in found] == [("asked", "molink-demo")]
+    assert swarm.asked == [SwitchModel(ref=0, model="molink-demo", served=True)]
+
+
+async def test_a_model_that_does_not_fit_is_not_loaded(
+    owner: LocalAdministration, swarm: Swarm
+) -> None:
+    small = {"kind": "cuda", "name": "Card", "memory": 10**9}
+    swarm.status = {"peers": [{"id": "a", "state": "online", "stage": "auto", "capacity": small}]}
+    with pytest.raises(RequestError, match="Nothing was downloaded"):
+        await anext(owner.serve_model("llama3.3:70b"))
+    assert swarm.asked == []
+
+
+async def test_other_actions(owner: LocalAdministration, swarm: Swarm) -> None:
+    assert await owner.decide_pairing("4827-1931", refuse=True) == "lap"
+    await owner.stop_model("m")
+    await owner.set_drained(True)
+    asked = PairingDecisionRequest(ref=0, code="4827-1931", refuse=True)
+    assert swarm.asked == [asked, SwitchModel(ref=0, model="m"), (True, "")]
+    names = [one.name for one in await owner.list_local_models()]
+    assert "molink-demo" in names

@@ -1,0 +1,178 @@
+"""The routes with which the chat page changes the swarm; all need the owner's token."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Annotated
+
+import msgspec
+from aiohttp import web
+from msgspec import json
+
+from molink.checkpoint.hub_catalog import load_catalog
+from molink.plaintext import sanitize_text
+from molink.sim.swarm_capacity import SwarmCapacity, describe_entry, read_capacity
+from molink.swarm.controller.status_schema import decode_status
+from molinkd.api.access_guard import require_owner
+from molinkd.api.administration import Administration, LocalModel
+from molinkd.api.backend import Backend
+from molinkd.api.body_reader import BodyReader
+from molinkd.api.generation_handler import json_response
+from molinkd.api.line_stream import stream_lines
+
+_Name = Annotated[str, msgspec.Meta(min_length=1, max_length=2048)]
+_DONE = json.encode({"status": "done"})
+#: How many models of the catalog are offered on a first start.
+_MAX_OFFERS = 3
+
+
+class PairingBody(msgspec.Struct, kw_only=True):
+    """``POST /swarm/pairing``: the ``code`` that the other PC shows."""
+
+    code: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
+    approve: bool
+
+
+class DrainBody(msgspec.Struct, kw_only=True):
+    """``POST /swarm/drain``."""
+
+    drained: bool
+
+
+class ModelBody(msgspec.Struct, kw_only=True):
+    """``POST /swarm/serve`` and ``/swarm/stop``: as ``molink run`` and ``molink stop``."""
+
+    model: _Name
+
+
+class CatalogModel(msgspec.Struct, frozen=True):
+    """A model of the catalog and how it fits the swarm; sizes in bytes, speed of one request.
+
+    ``quantize`` is the mildest mode in which it fits, ``None`` if it does not; ``tokens_per_s`` is
+    ``None`` while PCs have not been measured.
+    """
+
+    name: str
+    use: str
+    license: str
+    parameters: int
+    download: int
+    memory: int
+    quantize: str | None
+    stages: int
+    tokens_per_s: float | None
+
+
+class ModelsAnswer(msgspec.Struct, frozen=True):
+    """``GET /swarm/models``: ``offers`` are names in ``catalog`` to begin with."""
+
+    local: tuple[LocalModel, ...]
+    catalog: tuple[CatalogModel, ...]
+    offers: tuple[str, ...]
+    place: str
+    memory: int
+
+
+@dataclass(frozen=True, slots=True)
+class OwnerRoutes:
+    """``/swarm/…``: pairing, draining and models."""
+
+    backend: Backend
+    administration: Administration
+    body_reader: BodyReader
+    stall_timeout_s: float
+
+    @property
+    def routes(self) -> list[web.RouteDef]:
+        """All routes."""
+        return [
+            web.get("/swarm/models", self.list_models),
+            web.post("/swarm/pairing", self.decide_pairing),
+            web.post("/swarm/drain", self.drain_pc),
+            web.post("/swarm/serve", self.serve_model),
+            web.post("/swarm/stop", self.stop_model),
+        ]
+
+    async def list_models(self, request: web.Request) -> web.Response:
+        """``GET /swarm/models``: this PC's models and the catalog's (for its owner)."""
+        require_owner(request)
+        local = tuple(await self.administration.list_local_models())
+        status = decode_status(await self.backend.fetch_status())
+        capacity = read_capacity(status, self.administration.quantize)
+        answer = await asyncio.to_thread(describe_models, local, capacity)
+        return json_response(json.encode(answer))
+
+    async def decide_pairing(self, request: web.Request) -> web.Response:
+        """``POST /swarm/pairing``: approve or refuse a PC (for the owner)."""
+        require_owner(request)
+        body = await self.body_reader.decode_request(request, PairingBody)
+        name = await self.administration.decide_pairing(body.code, refuse=not body.approve)
+        return json_response(json.encode({"name": sanitize_text(name)}))
+
+    async def drain_pc(self, request: web.Request) -> web.Response:
+        """``POST /swarm/drain``: drain or resume this PC (for its owner)."""
+        require_owner(request)
+        body = await self.body_reader.decode_request(request, DrainBody)
+        await self.administration.set_drained(body.drained)
+        return json_response(_DONE)
+
+    async def stop_model(self, request: web.Request) -> web.Response:
+        """``POST /swarm/stop``: unload a model (for the owner)."""
+        require_owner(request)
+        body = await self.body_reader.decode_request(request, ModelBody)
+        await self.administration.stop_model(body.model)
+        return json_response(_DONE)
+
+    async def serve_model(self, request: web.Request) -> web.StreamResponse:
+        """``POST /swarm/serve``: serve a model, with progress as JSON lines (for the owner)."""
+        require_owner(request)
+        body = await self.body_reader.decode_request(request, ModelBody)
+        lines = self._encode_progress(body.model)
+        return await stream_lines(request, lines, self.stall_timeout_s)
+
+    async def _encode_progress(self, model: str) -> AsyncGenerator[bytes, None]:
+        async with aclosing(self.administration.serve_model(model)) as progress:
+            async for one in progress:
+                yield json.encode(one)
+
+
+def describe_models(local: tuple[LocalModel, ...], capacity: SwarmCapacity) -> ModelsAnswer:
+    """Describe the models on this PC, those of the catalog, and which to begin with. Blocks."""
+    found = []
+    for entry in load_catalog().entries:
+        if entry.is_default and entry.task == "generate":
+            about = describe_entry(entry, capacity)
+            fit = about.fit
+            found.append(
+                CatalogModel(
+                    entry.name,
+                    entry.use,
+                    entry.license,
+                    about.parameters,
+                    about.download,
+                    about.memory,
+                    fit.quantize,
+                    fit.num_stages,
+                    round(fit.tokens_per_s, 1) or None,
+                )
+            )
+    offers = choose_offers(found, capacity.quantize)
+    return ModelsAnswer(local, tuple(found), offers, capacity.place, capacity.memory)
+
+
+def choose_offers(models: list[CatalogModel], quantize: str) -> tuple[str, ...]:
+    """Choose up to three models that fit unchanged: the largest, one in between, a small one.
+
+    A model that would write fewer than four tokens/s is not offered if others are faster.
+    """
+    fitting = [one for one in models if one.quantize == quantize]
+    quick = [one for one in fitting if one.tokens_per_s is None or one.tokens_per_s >= 4.0]
+    order = sorted(quick or fitting, key=lambda one: one.parameters, reverse=True)
+    if len(order) <= _MAX_OFFERS:
+        return tuple(one.name for one in order)
+    small = next(
+        (one for one in reversed(order) if one.parameters >= order[0].parameters / 20), order[-1]
+    )
+    middle = order[len(order[: order.index(small)]) // 2]
+    return tuple(dict.fromkeys(one.name for one in (order[0], middle, small)))

@@ -1,0 +1,13 @@
+// Quantities in few characters.
+
+const SIZES = ["B", "kB", "MB", "GB", "TB", "PB"];
+
+function scaled(number, units) {
+  let at = 0;
+  for (; number >= 999.5 && at < units.length - 1; at++) number /= 1000;
+  return `${number.toFixed(at && number < 99.95 ? 1 : 0)} ${units[at]}`;
+}
+
+export const bytes = (count) => scaled(count, SIZES);
+export const bitRate = (bytesPerSecond) => scaled(8 * bytesPerSecond, ["bit/s", "kbit/s", "Mbit/s", "Gbit/s", "Tbit/s"]);
+export const count = (number) => scaled(number, ["", "k", "M", "B", "T"]).trim();
