@@ -57,7 +57,8 @@ class ExpertsConfig(Routing):
     ``gate_up`` is the up projection alone. A shared expert of ``shared_intermediate_size`` (0 =
     none; several count as one) processes all rows; with ``shared_gate`` it is weighted by a gate of
     its own. ``shared_names`` are whole names of its projections, if they don't follow from the
-    others.
+    others. With a ``latent_size`` routed experts read and return latents, from and to which
+    ``latent_names`` project.
     """
 
     intermediate_size: int
@@ -75,6 +76,12 @@ class ExpertsConfig(Routing):
     shared: str = "shared_experts"
     shared_gate: str | None = None
     shared_names: tuple[tuple[str, ...], str] | None = None
+    latent_size: int = 0
+
+    @property
+    def latent_names(self) -> tuple[str, str]:
+        """Names of the projections of rows to latents, and back."""
+        return f"{self.module}.fc1_latent_proj", f"{self.module}.fc2_latent_proj"
 
     @property
     def router_name(self) -> str:
@@ -327,11 +334,12 @@ def ernie_experts(fields: ConfigFields, layers: int) -> ExpertsConfig:
 def nemotron_experts(
     fields: ConfigFields, layers: int, expert_layers: frozenset[int]
 ) -> ExpertsConfig:
-    """Nemotron 3: as DeepSeek-V3, without gates."""
+    """Nemotron 3: as DeepSeek-V3, without gates, perhaps in latents."""
     return replace(
         deepseek_experts(fields, layers),
         is_gated=False,
         gate_up=("up_proj",),
+        latent_size=fields.get_optional_integer("moe_latent_size", None) or 0,
         dense_layers=frozenset(range(layers)) - expert_layers,
         shared_intermediate_size=fields.get_integer(
             "moe_shared_expert_intermediate_size", 7688, MAX_EXPERT_SIZE

@@ -32,6 +32,7 @@ Supported ``architectures``:
 - ``GlmForCausalLM``, ``Glm4ForCausalLM``: partial, interleaved RoPE
 - ``Glm4MoeForCausalLM``: GLM-4.5 to 4.7; experts with sigmoid scores, some shared
 - ``DeepseekV2ForCausalLM``, ``DeepseekV3ForCausalLM``, ``Glm4MoeLiteForCausalLM``: latent attention
+- ``DeepseekV32ForCausalLM``, ``GlmMoeDsaForCausalLM`` (GLM-5): the same over chosen positions
 - ``Dots1ForCausalLM``: Qwen3 with such experts
 - ``MiniMaxM2ForCausalLM``: the same scores without groups and shared experts
 - ``Ernie4_5ForCausalLM``, ``Ernie4_5_MoeForCausalLM``: interleaved RoPE
@@ -101,6 +102,8 @@ Family = Literal[
     "olmo_hybrid",
     "falcon_h1",
     "llama4_text",
+    "deepseek_v32",
+    "glm_moe_dsa",
 ]
 
 #: ``architectures`` entry → family, which is also its ``model_type``.
@@ -134,6 +137,8 @@ ARCHITECTURES: dict[str, Family] = {
     "Glm4MoeForCausalLM": "glm4_moe",
     "DeepseekV2ForCausalLM": "deepseek_v2",
     "DeepseekV3ForCausalLM": "deepseek_v3",
+    "DeepseekV32ForCausalLM": "deepseek_v32",
+    "GlmMoeDsaForCausalLM": "glm_moe_dsa",
     "Glm4MoeLiteForCausalLM": "glm4_moe_lite",
     "Dots1ForCausalLM": "dots1",
     "MiniMaxM2ForCausalLM": "minimax_m2",
@@ -160,6 +165,16 @@ _GLM_DEFAULTS = {
     "rms_norm_eps": 1.5625e-7,
     "partial_rotary_factor": 0.5,
     "eos_token_id": [151329, 151336, 151338],
+}
+_DEEPSEEK_V3 = {
+    "n_routed_experts": 256,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 2048,
+    "n_group": 8,
+    "topk_group": 4,
+    "routed_scaling_factor": 2.5,
+    "first_k_dense_replace": 3,
+    "num_nextn_predict_layers": 1,
 }
 _MISTRAL_YARN = {
     "rope_type": "yarn",
@@ -218,15 +233,16 @@ CONFIG_DEFAULTS: dict[Family, dict[str, Any]] = {
         "n_shared_experts": 2,
         "moe_intermediate_size": 1407,
     },
-    "deepseek_v3": {
-        "n_routed_experts": 256,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 2048,
-        "n_group": 8,
-        "topk_group": 4,
-        "routed_scaling_factor": 2.5,
-        "first_k_dense_replace": 3,
-        "num_nextn_predict_layers": 1,
+    "deepseek_v3": _DEEPSEEK_V3,
+    "deepseek_v32": _DEEPSEEK_V3,
+    "glm_moe_dsa": _DEEPSEEK_V3
+    | {
+        "rms_norm_eps": 1e-5,
+        "n_group": 1,
+        "topk_group": 1,
+        "q_lora_rank": 2048,
+        "qk_nope_head_dim": 192,
+        "v_head_dim": 256,
     },
     "glm4_moe_lite": {
         "rms_norm_eps": 1e-5,
@@ -329,6 +345,8 @@ _FAMILIES: dict[Family, Callable[[ConfigFields, int], FamilyTraits]] = {
     "deepseek_v2": mixture_traits.deepseek_v2,
     "deepseek_v3": mixture_traits.deepseek_v3,
     "glm4_moe_lite": mixture_traits.glm4_moe_lite,
+    "deepseek_v32": mixture_traits.deepseek_v32,
+    "glm_moe_dsa": mixture_traits.glm_moe_dsa,
     "dots1": mixture_traits.dots1,
     "minimax_m2": mixture_traits.minimax_m2,
     "ernie4_5": family_traits.ernie4_5,

@@ -60,7 +60,14 @@ from molink.checkpoint.trait_fields import (
     refuse_other,
     refuse_windows,
 )
-from molink.checkpoint.traits import SWIGLU_ALPHA, FamilyTraits, LatentShape, LayerNorms, MlpNames
+from molink.checkpoint.traits import (
+    SWIGLU_ALPHA,
+    FamilyTraits,
+    IndexShape,
+    LatentShape,
+    LayerNorms,
+    MlpNames,
+)
 from molink.errors import BrokenModel, UnsupportedModel
 
 #: Of dimensions of latent attention.
@@ -104,9 +111,8 @@ def nemotron_h(fields: ConfigFields, layers: int) -> FamilyTraits:
 
     recurrent, experts = having("mamba"), having("moe")
     biased = fields.get_boolean("mlp_bias", False)
-    if experts and (biased or fields.get_value("moe_latent_size") is not None):
-        name = "mlp_bias" if biased else "moe_latent_size"
-        raise UnsupportedModel(f"{fields.where}: {name} of experts is not supported")
+    if experts and biased:
+        raise UnsupportedModel(f"{fields.where}: mlp_bias of experts is not supported")
     activation = parse_activation(fields, "mlp_hidden_act", "relu2", is_gated=False)
     refuse_other(fields, "mamba_hidden_act", "silu")
     return replace(
@@ -304,16 +310,50 @@ def deepseek_v2(fields: ConfigFields, layers: int) -> FamilyTraits:
     return replace(_latent_traits(fields, layers), experts=deepseek_v2_experts(fields, layers))
 
 
-def deepseek_v3(fields: ConfigFields, layers: int) -> FamilyTraits:
+def deepseek_v3(fields: ConfigFields, layers: int, index: IndexShape | None = None) -> FamilyTraits:
     """DeepSeek V3, R1, V3.1 and Kimi K2: latent attention."""
     refuse_other(fields, "scoring_func", "sigmoid")
     refuse_other(fields, "topk_method", "noaux_tc")
     return replace(
-        _latent_traits(fields, layers),
+        _latent_traits(fields, layers, index=index),
         interleaved_rope=fields.get_boolean("rope_interleave", True),
         experts=deepseek_experts(fields, layers),
         unread_layers=count_draft_layers(fields),
     )
+
+
+def deepseek_v32(fields: ConfigFields, layers: int) -> FamilyTraits:
+    """DeepSeek V3.2: as V3, rows attend to chosen positions."""
+    return _list_dense_layers(fields, deepseek_v3(fields, layers, _parse_index(fields, 64, False)))
+
+
+def glm_moe_dsa(fields: ConfigFields, layers: int) -> FamilyTraits:
+    """GLM-5: as DeepSeek V3.2; index queries are rotated as others are."""
+    kinds = fields.get_strings("indexer_types") or ()
+    pattern = fields.get_value("index_topk_pattern")
+    if fields.get_integer("index_topk_freq", 1) != 1 or pattern or set(kinds) - {"full"}:
+        raise UnsupportedModel(
+            f"{fields.where}: layers that share the choice of another (indexer_types, "
+            "index_topk_freq, index_topk_pattern) are not supported"
+        )
+    return _list_dense_layers(fields, deepseek_v3(fields, layers, _parse_index(fields, 32, True)))
+
+
+def _parse_index(fields: ConfigFields, heads: int, interleaved: bool) -> IndexShape:
+    shape = IndexShape(
+        heads=fields.get_integer("index_n_heads", heads, MAX_HEADS),
+        dim=fields.get_integer("index_head_dim", 128, _MAX_LATENT),
+        top_k=fields.get_integer("index_topk", 2048),
+        interleaved=interleaved,
+    )
+    rotated = fields.get_integer("qk_rope_head_dim", 64, _MAX_LATENT)
+    if shape.dim < rotated:
+        raise BrokenModel(
+            f"{fields.where}: index_head_dim {shape.dim} is below qk_rope_head_dim {rotated}"
+        )
+    if fields.get_optional_integer("q_lora_rank", 1536) is None:
+        raise UnsupportedModel(f"{fields.where}: index_topk without q_lora_rank is not supported")
+    return shape
 
 
 def mistral4(fields: ConfigFields, layers: int) -> FamilyTraits:
@@ -328,10 +368,14 @@ def mistral4(fields: ConfigFields, layers: int) -> FamilyTraits:
 
 
 def _latent_traits(
-    fields: ConfigFields, layers: int, *, states_rotated: bool = False
+    fields: ConfigFields,
+    layers: int,
+    *,
+    states_rotated: bool = False,
+    index: IndexShape | None = None,
 ) -> FamilyTraits:
     """Traits of latent attention; with ``states_rotated`` the config states the rotated part."""
-    refuse_windows(fields)
+    refuse_windows(fields, "full_attention" if index is None else "indexed_attention")
     latent = LatentShape(
         rank=fields.get_integer("kv_lora_rank", 512, _MAX_LATENT),
         query_rank=fields.get_optional_integer("q_lora_rank", 1536) or 0,
@@ -339,12 +383,13 @@ def _latent_traits(
         plain_dim=fields.get_integer("qk_nope_head_dim", 128, _MAX_LATENT),
         value_dim=fields.get_integer("v_head_dim", 128, _MAX_LATENT),
         is_split=fields.get_boolean("split_kv_b_proj", False),  # from a GGUF file
+        index=index,
     )
     heads = fields.get_integer("num_attention_heads", maximum=MAX_HEADS)
     biased = fields.get_boolean("attention_bias", False)
     if biased and not latent.query_rank:
         raise UnsupportedModel(f"{fields.where}: attention_bias without q_lora_rank")
-    head_dim = latent.rope_dim + latent.rank
+    head_dim = latent.head_dim
     whole = latent.plain_dim + latent.rope_dim
     part = latent.rope_dim / whole
     rope = parse_rope(
@@ -375,9 +420,13 @@ def _latent_traits(
 
 
 def glm4_moe_lite(fields: ConfigFields, layers: int) -> FamilyTraits:
-    """GLM-4.7-Flash: as DeepSeek V3; dense layers are listed."""
-    kinds = fields.get_strings("mlp_layer_types")
-    made = deepseek_v3(fields, layers)
+    """GLM-4.7-Flash: as DeepSeek V3."""
+    return _list_dense_layers(fields, deepseek_v3(fields, layers))
+
+
+def _list_dense_layers(fields: ConfigFields, made: FamilyTraits) -> FamilyTraits:
+    """The same with the dense layers that ``mlp_layer_types`` lists, if it is there."""
+    kinds, layers = fields.get_strings("mlp_layer_types"), len(made.windows)
     if kinds is None or made.experts is None:
         return made
     if len(kinds) != layers or not set(kinds) <= {"dense", "sparse"}:

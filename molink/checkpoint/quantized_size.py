@@ -20,6 +20,8 @@ ROUTER_SUFFIXES = (
     ".router.weight",
     ".router.layer.weight",
     ".shared_expert_gate.weight",
+    # Chooses positions instead of experts.
+    ".indexer.weights_proj.weight",
 )
 #: Small projections to rates and decays of recurrent states, in which errors add up over all rows.
 RATE_SUFFIXES = (

@@ -17,6 +17,11 @@ QUERY_NORM_NAME, KEY_NORM_NAME = "self_attn.q_a_layernorm", "self_attn.kv_a_laye
 QUERY_NAME, KEY_VALUE_NAME = "self_attn.q_b_proj", "self_attn.kv_b_proj"
 #: The latter as two tensors.
 KEY_NAME, VALUE_NAME = "self_attn.k_b_proj", "self_attn.v_b_proj"
+#: Choice of positions: projections to index queries and keys, the latter's norm, and to weights.
+INDEX_QUERY_NAME, INDEX_KEY_NAME = "self_attn.indexer.wq_b", "self_attn.indexer.wk"
+INDEX_NORM_NAME, INDEX_WEIGHT_NAME = (
+    f"self_attn.indexer.{name}" for name in ("k_norm", "weights_proj")
+)
 
 TensorShapes = dict[str, tuple[int, ...]]
 #: Projection (without ``.weight``) → shape ``[out, in]``, and whether it has a bias.
@@ -122,6 +127,9 @@ def _small_tensors(config: ModelConfig, layer: int) -> TensorShapes:
         shapes[f"{KEY_NORM_NAME}.weight"] = (config.latent.rank,)
         if config.latent.query_rank:
             shapes[f"{QUERY_NORM_NAME}.weight"] = (config.latent.query_rank,)
+        if config.latent.index is not None:
+            for kind in ("weight", "bias"):
+                shapes[f"{INDEX_NORM_NAME}.{kind}"] = (config.latent.index.dim,)
     if config.qk_norm not in ("none", "each unweighted head"):
         for name, heads in zip(config.qk_norm_names, (config.heads, config.kv_heads), strict=True):
             shapes[f"self_attn.{name}.weight"] = _head_norm_shape(config, heads)
@@ -185,6 +193,11 @@ def _latent_tensors(config: ModelConfig, latent: LatentShape) -> _Projections:
     }
     if latent.query_rank:
         made[QUERY_NAME] = (queries, latent.query_rank), False
+    if latent.index is not None:
+        index = latent.index
+        made[INDEX_QUERY_NAME] = (index.heads * index.dim, latent.query_rank), False
+        made[INDEX_KEY_NAME] = (index.dim, hidden), False
+        made[INDEX_WEIGHT_NAME] = (index.heads, hidden), False
     if latent.is_split:
         made[KEY_NAME] = (heads * latent.rank, latent.plain_dim), False
         made[VALUE_NAME] = (heads * latent.value_dim, latent.rank), False
@@ -204,18 +217,22 @@ def _mlp_tensors(config: ModelConfig) -> _Projections:
 
 def _expert_tensors(experts: ExpertsConfig, hidden: int) -> _Projections:
     made: _Projections = {experts.router_name: ((experts.num_experts, hidden), experts.has_bias)}
+    latents = experts.latent_size or hidden
+    if experts.latent_size:
+        entry, output = experts.latent_names
+        made |= {entry: ((latents, hidden), False), output: ((hidden, latents), False)}
     every = [
-        (experts.expert_projections(index), experts.intermediate_size)
+        (experts.expert_projections(index), experts.intermediate_size, latents)
         for index in range(experts.num_experts)
     ]
     if experts.shared_intermediate_size:
         if experts.shared_gate_name is not None:
             made[experts.shared_gate_name] = (1, hidden), False
-        every.append((experts.shared_projections, experts.shared_intermediate_size))
-    for (both, down), inner in every:
+        every.append((experts.shared_projections, experts.shared_intermediate_size, hidden))
+    for (both, down), inner, width in every:
         rows = (1 + experts.is_gated) * inner // len(both)
-        made |= dict.fromkeys(both, ((rows, hidden), experts.has_bias))
-        made[down] = (hidden, inner), experts.has_bias
+        made |= dict.fromkeys(both, ((rows, width), experts.has_bias))
+        made[down] = (width, inner), experts.has_bias
     return made
 
 

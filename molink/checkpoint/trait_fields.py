@@ -143,10 +143,10 @@ def parse_unrotated_layers(fields: ConfigFields, layers: int) -> frozenset[int]:
     return frozenset(layer for layer in range(layers) if not rotated[layer])
 
 
-def refuse_windows(fields: ConfigFields) -> None:
-    """Refuse a config with windows, for families without them."""
+def refuse_windows(fields: ConfigFields, only: str = _FULL) -> None:
+    """Refuse a config with windows, for families whose layers are all of kind ``only``."""
     kinds = fields.get_strings("layer_types") or ()
-    kind = next((kind for kind in kinds if kind != _FULL), None)
+    kind = next((kind for kind in kinds if kind != only), None)
     if kind is None and fields.get_boolean("use_sliding_window", False):
         kind = _SLIDING
     if kind is not None:

@@ -71,13 +71,29 @@ class OutputFactors:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class IndexShape:
+    """Choice of ``top_k`` positions that a row attends to (DeepSeek-V3.2, arXiv 2512.02556, §2.1).
+
+    There are ``heads`` index queries of ``dim`` dimensions, from the latents of queries, and one
+    index key; the first ``rope_dim`` dimensions are rotated, neighbours with each other if
+    ``interleaved``.
+    """
+
+    heads: int
+    dim: int
+    top_k: int
+    interleaved: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LatentShape:
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, §2.1).
 
     Keys and values of all heads come from ``rank`` numbers of a row, queries from ``query_rank``
     (0: from the row itself). Each head has ``plain_dim`` dimensions of query and key, besides
     ``rope_dim`` that are rotated, of one key for all heads; and ``value_dim`` of values. If it
-    ``is_split``, projections to keys (transposed) and to values are two tensors.
+    ``is_split``, projections to keys (transposed) and to values are two tensors. With an ``index``
+    rows attend to chosen positions only.
     """
 
     rank: int
@@ -86,6 +102,12 @@ class LatentShape:
     plain_dim: int
     value_dim: int
     is_split: bool = False
+    index: IndexShape | None = None
+
+    @property
+    def head_dim(self) -> int:
+        """Numbers that the KV cache keeps of a row: rotated ones, an index key, and latents."""
+        return self.rope_dim + (0 if self.index is None else self.index.dim) + self.rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +124,7 @@ class FamilyTraits:
     and ``final_softcap`` bound scores and logits to ``cap * tanh(x / cap)``; 0 = unbounded.
 
     With ``latent`` a stage attends in latent space: each query head is projected to it, and there
-    is one key of ``head_dim = rope_dim + rank``, which serves as the value, too. With
+    is one key of :attr:`LatentShape.head_dim` numbers, which serves as the value, too. With
     ``gated_heads`` the query projection has a gate behind each head's query, whose sigmoid weighs
     what the head attended to.
 

@@ -143,6 +143,7 @@ def _nemotron_h_config(about: ArchMetadata) -> dict[str, Any]:
 def _nemotron_experts(about: ArchMetadata) -> dict[str, Any]:
     width = "expert_shared_feed_forward_length"
     return {
+        "moe_latent_size": about.get_count("moe_latent_size") or None,
         **_deepseek_experts(about),
         "moe_shared_expert_intermediate_size": about.get_integer(width),
     }

@@ -116,7 +116,15 @@ _HYBRID_MODULES = (
     }
     | {"ffn_gate_inp": "block_sparse_moe.router.layer"}
 )
-_NEMOTRON_MODULES = _DEEPSEEK_MODULES | _MAMBA_MODULES | {"attn_norm": "norm"}
+_NEMOTRON_MODULES = (
+    _DEEPSEEK_MODULES
+    | _MAMBA_MODULES
+    | {
+        "attn_norm": "norm",
+        "ffn_latent_down": "mlp.fc1_latent_proj",
+        "ffn_latent_up": "mlp.fc2_latent_proj",
+    }
+)
 _MAMBA_NAMES = {"ssm_a": "mamba.A", "ssm_d": "mamba.D", "ssm_dt.bias": "mamba.dt_bias"}
 _DELTA_NAMES = {"ssm_a": "linear_attn.A", "ssm_dt.bias": "linear_attn.dt_bias"}
 #: Tensors that are neither weights nor biases here.

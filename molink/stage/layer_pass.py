@@ -40,10 +40,12 @@ class LocatedRows:
 def create_ropes(
     config: ModelConfig, dtype: torch.dtype, device: torch.device
 ) -> tuple[Rope | QueryScales, ...]:
-    """A model's ropes, and behind them factors of its queries, if they have some."""
+    """A model's ropes, and behind them that of index queries and factors of its queries, if any."""
+    kinds = [(rope, config.interleaved_rope) for rope in config.rope_configs]
+    if config.latent is not None and config.latent.index is not None:
+        kinds.append((config.rope, config.latent.index.interleaved))
     ropes = tuple(
-        Rope(rope, config.head_dim, dtype, device, config.interleaved_rope)
-        for rope in config.rope_configs
+        Rope(rope, config.head_dim, dtype, device, interleaved) for rope, interleaved in kinds
     )
     scaling = config.query_scaling
     return ropes if scaling is None else (*ropes, QueryScales(scaling, dtype, device))

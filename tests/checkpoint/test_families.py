@@ -134,6 +134,55 @@ def test_llama4_has_experts_in_some_layers(load: Callable[..., Any]) -> None:
     assert load("llama4_text", **LLAMA4 | {"moe_layers": []}).experts is None
 
 
+#: DeepSeek V3.2 as released, shrunk.
+DEEPSEEK_V32 = {
+    "index_head_dim": 128,
+    "index_n_heads": 64,
+    "index_topk": 2048,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 256,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 128,
+    "first_k_dense_replace": 3,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "num_nextn_predict_layers": 1,
+}
+
+
+def test_deepseek_v32_keeps_index_keys_between_rotated_numbers_and_latents(
+    load: Callable[..., Any],
+) -> None:
+    config = load("deepseek_v32", **DEEPSEEK_V32)
+    assert (config.kv_kinds, config.kv_heads, config.head_dim) == (1, 1, 64 + 128 + 512)
+    assert config.rope.rotary_dim(config.head_dim) == 64
+    index = config.latent.index
+    assert (index.heads, index.dim, index.top_k, index.interleaved) == (64, 128, 2048, False)
+    shapes = layer_tensors(config, 3)
+    found = {
+        name.partition("indexer.")[2]: shape for name, shape in shapes.items() if "indexer" in name
+    }
+    assert found == {
+        "wq_b.weight": (64 * 128, 1536),
+        "wk.weight": (128, 96),
+        "k_norm.weight": (128,),
+        "k_norm.bias": (128,),
+        "weights_proj.weight": (64, 96),
+    }
+    assert (config.experts.dense_layers, config.unread_layers) == ({0, 1, 2}, 1)
+
+
+def test_glm5_rotates_index_queries_as_others(load: Callable[..., Any]) -> None:
+    given = DEEPSEEK_V32 | {"index_n_heads": 32, "layer_types": ["indexed_attention"] * 4}
+    config = load("glm_moe_dsa", **given, mlp_layer_types=["dense"] + ["sparse"] * 3)
+    assert (config.latent.index.heads, config.latent.index.interleaved) == (32, True)
+    assert config.experts.dense_layers == {0}
+
+
 def test_olmo2_has_norms_after_only(load: Callable[..., Any]) -> None:
     config = load("olmo2", rms_norm_eps=...)
     shapes = layer_tensors(config, 0)
@@ -934,6 +983,7 @@ def test_gemma3_in_both_spellings(load: Callable[..., Any]) -> None:
         ("lfm2", {"block_ffn_dim_multiplier": -1}, "block_ffn_dim_multiplier must be positive"),
         ("lfm2", {"block_ffn_dim_multiplier": 10**9}, "intermediate_size"),
         ("lfm2_moe", {"num_experts_per_tok": 33}, "num_experts_per_tok 33 exceeds the 32"),
+        ("deepseek_v32", {"index_head_dim": 32}, "index_head_dim 32 is below qk_rope_head_dim 64"),
         ("llama4_text", {"attention_chunk_size": None}, "there is no attention_chunk_size"),
         ("llama4_text", {"attn_scale": -1}, "attn_scale must be positive"),
         ("llama4_text", {"no_rope_layers": [1]}, "no_rope_layers has 1 entries for 4 layers"),
@@ -999,8 +1049,8 @@ def test_impossible_fields_are_named(
         ("nemotron_h", {"hybrid_override_pattern": "M-M-"}, "without full_attention"),
         (
             "nemotron_h",
-            {"hybrid_override_pattern": "M*-E", "moe_latent_size": 64},
-            "moe_latent_size of experts",
+            {"hybrid_override_pattern": "M*-E", "mlp_bias": True},
+            "mlp_bias of experts",
         ),
         (
             "nemotron_h",
@@ -1008,6 +1058,10 @@ def test_impossible_fields_are_named(
             "mlp_hidden_act 'silu' is not supported .only relu2",
         ),
         ("cohere2", {"use_qk_norm": True}, "use_qk_norm"),
+        ("glm_moe_dsa", {"index_topk_freq": 4}, "share the choice of another"),
+        ("glm_moe_dsa", {"indexer_types": ["full", "shared"] * 2}, "share the choice of another"),
+        ("deepseek_v32", {"q_lora_rank": None}, "index_topk without q_lora_rank"),
+        ("deepseek_v32", {"layer_types": [FULL] * 4}, "layers with 'full_attention'"),
         ("llama4_text", {"num_experts_per_tok": 2}, "only 1 is supported as num_experts_per_tok"),
         ("llama4_text", {"layer_types": [SLIDING] * 4}, "layers with 'sliding_attention'"),
         ("gpt_oss", {"swiglu_alpha": 1.0}, "swiglu_alpha 1.0"),
@@ -1093,6 +1147,7 @@ FIELDS = (
     "moe_layer_interval",
     "moe_num_shared_experts",
     *DEEPSEEK,
+    *(name for name in DEEPSEEK_V32 if name.startswith("index")),
     "mlp_layer_types",
     "rotary_dim",
     "moe_topk",

@@ -153,6 +153,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {"q_lora_rank": None, "rope_interleave": False},
     ),
     "glm4_moe_lite": ("glm4_moe_lite", {"attention_bias": True}),
+    "deepseek_v32": ("deepseek_v32", {"rope_parameters": YARN}),
+    "glm_moe_dsa": ("glm_moe_dsa", {"n_group": 1, "topk_group": 1, "index_topk": 60}),
     "dots1": ("dots1", {}),
     "dots1 windowed": (
         "dots1",
@@ -281,6 +283,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "nemotron_h latent": ("nemotron_h", {"moe_latent_size": 48}),
     "internlm3": ("internlm3", {"attention_bias": True, "mlp_bias": True}),
     "ministral3": ("ministral3", {}),
     "ministral3 windowed": ("ministral3", {"sliding_window": 9, "tie_word_embeddings": True}),
@@ -369,6 +372,8 @@ KINDS = (
     "glm4",
     "glm4_moe",
     "glm4_moe_lite",
+    "deepseek_v32",
+    "glm_moe_dsa",
     "granitemoehybrid",
     "granitemoehybrid dense",
     "lfm2 biased",
@@ -385,6 +390,7 @@ KINDS = (
     "phimoe",
     "nemotron_h",
     "nemotron_h dense",
+    "nemotron_h latent",
     "olmo_hybrid",
     "falcon_h1",
     "llama4",
@@ -604,7 +610,8 @@ def test_rows_of_several_requests(
     torch.testing.assert_close(logits, torch.cat(expected), atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("name", KINDS)
+# Rounding changes what rows choose of many positions.
+@pytest.mark.parametrize("name", [name for name in KINDS if name != "deepseek_v32"])
 def test_16_bit_weights_stay_close(
     folder_of: Callable[..., Path],
     make_ring: type[Ring],

@@ -95,6 +95,7 @@ CASES: dict[str, tuple[str, Kind, dict[str, Any]]] = {
         {
             "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
             "moe_shared_expert_intermediate_size": 64,
+            "moe_latent_size": 32,
             "mamba_head_dim": 8,
         },
     ),

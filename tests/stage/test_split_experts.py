@@ -16,7 +16,7 @@ from tests.support.stage import Ring
 
 BLOCKS = tuple(range(8))
 #: Also with a shared expert, weighted by a gate; a first layer without experts; experts that
-#: are chosen in turn, and such whose input is scaled; and an MLP that is a layer by itself.
+#: are chosen in turn, and such whose input is scaled; and latents in a layer without attention.
 FAMILIES = (
     "qwen3_moe",
     "mixtral",
@@ -52,7 +52,8 @@ def test_logits_are_exactly_those_of_one_device(
     tmp_path: Path,
     family: str,
 ) -> None:
-    folder, tokens = make_model(tmp_path, family), random_tokens(16)
+    latents = {"moe_latent_size": 48} if family == "nemotron_h" else {}
+    folder, tokens = make_model(tmp_path, family, **latents), random_tokens(16)
     expected = run_steps(make_ring(folder, (2,), states=4), tokens)
     experts = ModelFolder.open(folder).config.experts
     assert experts is not None

@@ -562,6 +562,7 @@ def _nemotron_metadata(config: Mapping[str, Any]) -> dict[str, Any]:
     is_mixture = "moe" in kinds
     shared = config["moe_shared_expert_intermediate_size"] if is_mixture else None
     return {
+        "moe_latent_size": config.get("moe_latent_size"),
         "ssm.conv_kernel": config["conv_kernel"],
         "ssm.state_size": config["ssm_state_size"],
         "ssm.group_count": config["n_groups"],

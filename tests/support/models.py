@@ -39,6 +39,19 @@ LATENT = {
     "v_head_dim": 12,
     "num_key_value_heads": 4,
 }
+#: The same to fewer positions than tests have; sums of few heads would often be equal.
+SPARSE_LATENT = {
+    **LATENT,
+    "index_topk": 12,
+    "index_n_heads": 8,
+    "index_head_dim": 24,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "n_group": 4,
+    "topk_group": 2,
+}
 #: Layers with the gated delta rule, in whose order there is no period.
 DELTA_RULE = {
     "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
@@ -195,6 +208,8 @@ FAMILY_FIELDS: dict[str, dict[str, Any]] = {
         "n_group": 4,
         "topk_group": 2,
     },
+    "deepseek_v32": SPARSE_LATENT,
+    "glm_moe_dsa": SPARSE_LATENT,
     "glm4_moe_lite": {
         **LATENT,
         "n_routed_experts": 8,

@@ -3,13 +3,14 @@
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from molink.checkpoint.config import ModelConfig
 from molink.facts.model import KVCacheDType
+from molink.stage.attention.token_choice import TokenChoice
 from molink.stage.batch import SequenceRows
 from molink.stage.kv_pool import KVPool
 
@@ -25,7 +26,8 @@ class AttentionShape:
     ``groups`` is query heads per KV head; ``kv_kinds`` is 1 if keys serve as values, otherwise 2.
 
     Scores are ``scale * q·k``. ``windows`` is per layer with attention, 0 = full attention; they
-    slide, or are ``chunked``: a row attends to its own chunk only, of so many positions. A
+    slide, or are ``chunked``: a row attends to its own chunk only, of so many positions. If it
+    ``chooses``, rows attend to positions that they choose. A
     ``softcap`` above 0 bounds scores to ``softcap * tanh(score / softcap)`` (Gemma 2). With
     ``sinks`` each query head has a learned score that takes part in the softmax only (gpt-oss).
     """
@@ -40,6 +42,7 @@ class AttentionShape:
     kv_cache_dtype: KVCacheDType = "auto"
     kv_kinds: int = 2
     chunked: bool = False
+    chooses: bool = False
 
     def first_visible(self, position: Positions, window: int) -> Positions:
         """First position that a row at ``position`` attends to, or before all, with a ``window``
@@ -68,6 +71,7 @@ class AttentionShape:
             kv_cache_dtype=kv_cache_dtype,
             kv_kinds=config.kv_kinds,
             chunked=config.chunked_windows,
+            chooses=config.latent is not None and config.latent.index is not None,
         )
 
 
@@ -82,6 +86,14 @@ class LayerAttention(Protocol):
         Keys and values up to and including these rows are in ``pool``. ``sinks`` are float32
         ``[groups * kv_heads]``. Returns ``[T, groups * kv_heads * head_dim]``.
         """
+
+
+@runtime_checkable
+class ChoosingAttention(LayerAttention, Protocol):
+    """The same of backends that attend to chosen positions, too."""
+
+    def attend_chosen(self, layer: int, heads: Tensor, pool: KVPool, choice: TokenChoice) -> Tensor:
+        """As a call without sinks, of rows that attend to what they choose; ``[T, heads * d]``."""
 
 
 class StaticAttention(LayerAttention, Protocol):

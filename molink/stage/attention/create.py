@@ -33,7 +33,7 @@ def create_attention(
 
     ``auto`` is the first that works here of ``flash`` and ``triton``, or on a CPU ``compiled``;
     otherwise ``gather``, or ``plain`` if ``gather`` is in ``disabled_kernels``. ``flash`` can't
-    read KV in 8 bits.
+    read KV in 8 bits, and only these two attend to chosen positions.
 
     Raises:
         UsageError: the requested backend doesn't work here.
@@ -42,6 +42,10 @@ def create_attention(
         return PlainAttention(shape)
     if name == "gather":
         return _create_gather(shape, device)
+    if shape.chooses:
+        if name != "auto":
+            raise UsageError(f"{name} attention can't attend to chosen positions; use auto")
+        return _create_gather(shape, device, disabled_kernels)
     usual = ("flash", "triton") if device.type == "cuda" else ("compiled",)
     reason = ""
     for each in usual if name == "auto" else (name,):

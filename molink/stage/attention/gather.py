@@ -26,6 +26,7 @@ from molink.stage.attention.base import (
     LayerAttention,
     StaticAttention,
 )
+from molink.stage.attention.token_choice import TokenChoice
 from molink.stage.attention.work_groups import (
     DecodeBucket,
     PrefillChunk,
@@ -57,12 +58,26 @@ class _GatherLayers:
     def __call__(
         self, layer: int, heads: Tensor, pool: KVPool, sinks: Tensor | None = None
     ) -> Tensor:
+        return self._attend(layer, heads, pool, sinks, None)
+
+    def attend_chosen(self, layer: int, heads: Tensor, pool: KVPool, choice: TokenChoice) -> Tensor:
+        """Rows ``[T, heads * head_dim]``: see :class:`.ChoosingAttention`."""
+        return self._attend(layer, heads, pool, None, choice)
+
+    def _attend(
+        self,
+        layer: int,
+        heads: Tensor,
+        pool: KVPool,
+        sinks: Tensor | None,
+        choice: TokenChoice | None,
+    ) -> Tensor:
         shape, parts = self._shape, self._layers[layer]
         if len(parts) == 1:
-            return parts[0].attend_rows(layer, heads, pool, shape, sinks)
+            return parts[0].attend_rows(layer, heads, pool, shape, sinks, choice)
         attended = heads.new_empty(len(heads), shape.groups * shape.kv_heads * shape.head_dim)
         for part in parts:
-            attended[part.rows] = part.attend_rows(layer, heads, pool, shape, sinks)
+            attended[part.rows] = part.attend_rows(layer, heads, pool, shape, sinks, choice)
         return attended
 
 
@@ -80,7 +95,7 @@ class GatherAttention:
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
-    ) -> LayerAttention:
+    ) -> _GatherLayers:
         longest = max(sequence.start + sequence.count for sequence in sequences)
         windows = effective_windows(self._shape.windows, longest)
         builder = _GroupBuilder(self._shape, block_size, dtype, device)
@@ -94,7 +109,7 @@ class GatherAttention:
         block_size: int,
         dtype: torch.dtype,
         allocate_tables: AllocateTables,
-    ) -> StaticAttention:
+    ) -> "StaticGather":
         return StaticGather(self._shape, rows, blocks, block_size, dtype, allocate_tables)
 
 
@@ -104,7 +119,9 @@ class _GroupBuilder:
     def __init__(
         self, shape: AttentionShape, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self._shape, self._by_hand = shape, bool(shape.softcap) or shape.sinks
+        self._shape = shape
+        #: Whether chunks need masks of their own.
+        self._by_hand = bool(shape.softcap) or shape.sinks or shape.chooses
         #: Elements that the pool holds of a position.
         self._position = shape.kv_kinds * shape.kv_heads * shape.head_dim
         self._block_size, self._dtype, self._device = block_size, dtype, device
@@ -160,7 +177,9 @@ class _GroupBuilder:
         mask, whole = None, start == 0
         if not whole or self._by_hand or (window and window < span.count):
             mask = self._chunk_mask(span, start, window)
-        folded = mask is not None and span.count <= _MAX_FOLDED_ROWS and self._device.type == "cpu"
+        # Groups share what a row chooses.
+        can_fold = self._device.type == "cpu" and not self._shape.chooses
+        folded = mask is not None and span.count <= _MAX_FOLDED_ROWS and can_fold
         if mask is not None and folded:
             mask = mask.repeat_interleave(self._shape.groups, 0)
         return PrefillChunk(
@@ -286,10 +305,14 @@ class StaticGather:
     ) -> Tensor:
         return self._layers[layer].attend_rows(layer, heads, pool, self._shape, sinks)
 
+    def attend_chosen(self, layer: int, heads: Tensor, pool: KVPool, choice: TokenChoice) -> Tensor:
+        """Rows ``[T, heads * head_dim]``: see :class:`.ChoosingAttention`."""
+        return self._layers[layer].attend_rows(layer, heads, pool, self._shape, None, choice)
+
 
 @dataclass(frozen=True, slots=True)
 class _PlainLayers:
-    inner: LayerAttention
+    inner: _GatherLayers
 
     def __call__(
         self, layer: int, heads: Tensor, pool: KVPool, sinks: Tensor | None = None
@@ -297,10 +320,15 @@ class _PlainLayers:
         with sdpa_kernel(SDPBackend.MATH):
             return self.inner(layer, heads, pool, sinks)
 
+    def attend_chosen(self, layer: int, heads: Tensor, pool: KVPool, choice: TokenChoice) -> Tensor:
+        """Rows ``[T, heads * head_dim]``: see :class:`.ChoosingAttention`."""
+        with sdpa_kernel(SDPBackend.MATH):
+            return self.inner.attend_chosen(layer, heads, pool, choice)
+
 
 @dataclass(frozen=True, slots=True)
 class _StaticPlain:
-    inner: StaticAttention
+    inner: StaticGather
 
     def pack_tables(self, sequences: Sequence[SequenceRows]) -> "array[int]":
         return self.inner.pack_tables(sequences)
@@ -313,6 +341,11 @@ class _StaticPlain:
     ) -> Tensor:
         with sdpa_kernel(SDPBackend.MATH):
             return self.inner(layer, heads, pool, sinks)
+
+    def attend_chosen(self, layer: int, heads: Tensor, pool: KVPool, choice: TokenChoice) -> Tensor:
+        """Rows ``[T, heads * head_dim]``: see :class:`.ChoosingAttention`."""
+        with sdpa_kernel(SDPBackend.MATH):
+            return self.inner.attend_chosen(layer, heads, pool, choice)
 
 
 class PlainAttention:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from molink.stage.attention.base import AttentionShape
+from molink.stage.attention.token_choice import TokenChoice
 from molink.stage.batch import SequenceRows
 from molink.stage.kv_pool import KVPool
 
@@ -31,17 +32,27 @@ class DecodeBucket:
     mask: Tensor | None
 
     def attend_rows(
-        self, layer: int, heads: Tensor, pool: KVPool, shape: AttentionShape, sinks: Tensor | None
+        self,
+        layer: int,
+        heads: Tensor,
+        pool: KVPool,
+        shape: AttentionShape,
+        sinks: Tensor | None,
+        choice: TokenChoice | None = None,
     ) -> Tensor:
         queries = heads[self.rows, : shape.groups * shape.kv_heads]
         folded = queries.view(self.count, shape.kv_heads, shape.groups, shape.head_dim)
         keys, values = pool.read_blocks(layer, self.blocks, self.count, self.scratch)
-        if self.mask is None:
+        mask = self.mask
+        if mask is None:
             keys, values = keys[:, :, self.visible], values[:, :, self.visible]
+        if choice is not None:
+            seen = keys.new_zeros(keys.shape[::2]) if mask is None else mask.flatten(1)
+            mask = choice.restrict_mask(seen, self.rows, keys[:, 0])[:, None, None]
         if sinks is not None:
             sinks = sinks.view(1, shape.kv_heads, shape.groups, 1)
         attended = attend_dot_product(
-            folded, keys, values, self.mask, False, shape.scale, shape.softcap, sinks
+            folded, keys, values, mask, False, shape.scale, shape.softcap, sinks
         )
         return attended.reshape(self.count, -1)
 
@@ -63,7 +74,13 @@ class PrefillChunk:
     folds_groups: bool = False
 
     def attend_rows(
-        self, layer: int, heads: Tensor, pool: KVPool, shape: AttentionShape, sinks: Tensor | None
+        self,
+        layer: int,
+        heads: Tensor,
+        pool: KVPool,
+        shape: AttentionShape,
+        sinks: Tensor | None,
+        choice: TokenChoice | None = None,
     ) -> Tensor:
         groups, kv_heads = shape.groups, shape.kv_heads
         rows = heads[self.rows]
@@ -74,6 +91,10 @@ class PrefillChunk:
         else:
             gathered = pool.read_blocks(layer, self.blocks, 1, self.scratch)
             keys, values = (part[0, :, self.visible] for part in gathered)
+        mask = self.mask
+        if choice is not None:
+            assert mask is not None, "a causal mask is not restricted"
+            mask = choice.restrict_mask(mask, self.rows, keys)
         if self.folds_groups:
             together = queries.transpose(0, 1).reshape(1, kv_heads, -1, shape.head_dim)
             if sinks is not None:
@@ -82,7 +103,7 @@ class PrefillChunk:
                 together,
                 keys[None],
                 values[None],
-                self.mask,
+                mask,
                 False,
                 shape.scale,
                 shape.softcap,
@@ -95,8 +116,8 @@ class PrefillChunk:
             queries.permute(1, 2, 0, 3),
             keys[:, None].expand(-1, groups, -1, -1),
             values[:, None].expand(-1, groups, -1, -1),
-            self.mask,
-            self.mask is None,
+            mask,
+            mask is None,
             shape.scale,
             shape.softcap,
             None if sinks is None else sinks.view(kv_heads, groups, 1, 1),

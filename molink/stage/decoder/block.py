@@ -19,6 +19,7 @@ from molink.stage.decoder.mlp import (
     ExpertList,
     ExpertMlp,
     GatedMlp,
+    LatentExpertMlp,
     Mlp,
     SharedExpertMlp,
     run_mlp,
@@ -30,6 +31,7 @@ from molink.stage.decoder.router import ExpertRouter
 from molink.stage.decoder.scaled import scale_outputs
 from molink.stage.decoder.self_attention import load_attention
 from molink.stage.decoder.short_conv import load_short_conv
+from molink.stage.decoder.sparse_attention import load_sparse_attention
 from molink.stage.decoder.split_experts import SharedSplitMlp, SplitExpertMlp
 from molink.stage.linear import ExpertLinear, PlainLinear
 from molink.stage.torch_dtypes import residual_dtype
@@ -63,6 +65,7 @@ class DecoderBlock:
         mixer, mlp = self.mixer, self.mlp
         found = mixer.mlp if isinstance(mixer, ParallelMlp) else mlp
         routed = found.routed if isinstance(found, SharedExpertMlp) else found
+        routed = routed.routed if isinstance(routed, LatentExpertMlp) else routed
         return routed if isinstance(routed, SplitExpertMlp) else None
 
     @property
@@ -173,7 +176,11 @@ def _load_mixer(
 ) -> Mixer:
     attention: Mixer | None = None
     if config.has_attention(layer):
-        attention = load_attention(reader, config, operators.append_heads, layer, index)
+        append, latent = operators.append_heads, config.latent
+        if latent is not None and latent.index is not None:
+            attention = load_sparse_attention(reader, config, latent, append, layer, index)
+        else:
+            attention = load_attention(reader, config, append, layer, index)
     recurrent = _load_recurrent(reader, config, layer, index)
     if attention is None or recurrent is None:
         mixer = attention or recurrent
@@ -223,6 +230,9 @@ def _load_mlp(
             chosen = GroupedExpertMlp(router, group)
         else:
             chosen = ExpertMlp(router, group)
+    if experts.latent_size:
+        output = reader.load_projection([prefix + experts.latent_names[1]], False)
+        chosen, split = LatentExpertMlp(chosen, output), None
     if not experts.shared_intermediate_size:
         return chosen
     name = experts.shared_gate_name
@@ -314,4 +324,8 @@ def _load_router(reader: WeightReader, experts: ExpertsConfig, prefix: str) -> E
         correction = stored.flatten()
     weight = reader.read_tensors(f"{name}.weight", dtype=dtype)
     bias = reader.read_tensors(f"{name}.bias", dtype=dtype) if experts.has_bias else None
-    return ExpertRouter(PlainLinear(weight, bias), experts, correction, experts.has_wide_router)
+    entry = None
+    if experts.latent_size:
+        entry = reader.load_projection([prefix + experts.latent_names[0]], False)
+    projection = PlainLinear(weight, bias)
+    return ExpertRouter(projection, experts, correction, experts.has_wide_router, entry)

@@ -32,11 +32,11 @@ _NORM_EPS = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class LatentHeads:
-    """Projects rows to heads ``[T, (heads + 2) * (rope_dim + rank)]``: queries, a key, a value.
+    """Projects rows to heads ``[T, (heads + 2) * head_dim]``: queries, a key, a value.
 
-    Each begins with what is rotated, which the value has as zeros. ``down`` projects to queries, or
-    to their latents, and to the key's; ``query_up`` from the former to queries. ``key_up`` is
-    ``[heads, plain_dim, rank]``.
+    Each begins with what is rotated, which the value has as zeros, and ends with latents. ``down``
+    projects to queries, or to their latents, and to the key's; ``query_up`` from the former to
+    queries. ``key_up`` is ``[heads, plain_dim, rank]``.
     """
 
     shape: LatentShape
@@ -47,20 +47,28 @@ class LatentHeads:
     key_up: Tensor
 
     def __call__(self, rows: Tensor) -> Tensor:
+        return self.expand_heads(*self.project_latents(rows)).flatten(1)
+
+    def project_latents(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries of rows, or their normed latents, and latents of keys with what is rotated."""
+        both, size = self.down(rows), self.shape.rank + self.shape.rope_dim
+        first, second = both[:, :-size], both[:, -size:]
+        return (first if self.query_norm is None else self.query_norm(first)), second
+
+    def expand_heads(self, first: Tensor, second: Tensor) -> Tensor:
+        """Heads ``[T, heads + 2, head_dim]`` of what :meth:`project_latents` gives."""
         shape, (heads, _, rank) = self.shape, self.key_up.shape
-        both = self.down(rows)
-        first, second = both[:, : -rank - shape.rope_dim], both[:, -rank - shape.rope_dim :]
         latents, turned = second[:, :rank], second[:, rank:]
-        if self.query_norm is not None and self.query_up is not None:
-            first = self.query_up(self.query_norm(first))
-        queries = first.reshape(len(rows), heads, -1)
-        made = rows.new_zeros(len(rows), heads + 2, shape.rope_dim + rank)
+        if self.query_up is not None:
+            first = self.query_up(first)
+        queries = first.reshape(len(first), heads, -1)
+        made = first.new_zeros(len(first), heads + 2, shape.head_dim)
         made[:, :heads, : shape.rope_dim] = queries[..., shape.plain_dim :]
         plain = queries[..., : shape.plain_dim].transpose(0, 1)
-        made[:, :heads, shape.rope_dim :] = torch.bmm(plain, self.key_up).transpose(0, 1)
+        made[:, :heads, -rank:] = torch.bmm(plain, self.key_up).transpose(0, 1)
         made[:, heads, : shape.rope_dim] = turned
-        made[:, heads:, shape.rope_dim :] = self.key_norm(latents).unsqueeze(1)
-        return made.flatten(1)
+        made[:, heads:, -rank:] = self.key_norm(latents).unsqueeze(1)
+        return made
 
     @property
     def nbytes(self) -> int:
@@ -70,7 +78,7 @@ class LatentHeads:
 
 @dataclass(frozen=True, slots=True)
 class LatentOutput:
-    """Projects attended heads, rows ``[T, heads * (rope_dim + rank)]``, to values and to rows.
+    """Projects attended heads, rows ``[T, heads * head_dim]``, to values and to rows.
 
     ``value_up`` is ``[heads, rank, value_dim]``.
     """

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from molink.errors import InvariantError
-from molink.stage.attention.base import LayerAttention
+from molink.stage.attention.base import ChoosingAttention, LayerAttention
 from molink.stage.kv_pool import KVPool
 from molink.stage.linear import AdapterRows
 from molink.stage.state_pool import StatePool, StateRows
@@ -66,6 +66,16 @@ class ForwardContext:
     attention: LayerAttention
     states: StateContext | None = None
     adapters: AdapterRows | None = None
+
+    def require_choosing(self) -> ChoosingAttention:
+        """Attention to chosen positions.
+
+        Raises:
+            InvariantError: the backend has none.
+        """
+        if not isinstance(self.attention, ChoosingAttention):
+            raise InvariantError("an attention backend can't attend to chosen positions")
+        return self.attention
 
     def require_states(self) -> StateContext:
         """The states of recurrent layers.

@@ -52,9 +52,13 @@ def create_gate(activation: Activation, limit: float = 0.0) -> GateFunction:
 
 def apply_bounded(gate: GateFunction, rows: Tensor) -> tuple[Tensor, Tensor]:
     """A :data:`BoundedGate` of torch operators and ``gate``, for rows ``[T, 2n]``."""
-    gated = gate(rows.float())
-    factors = gated.abs().amax(-1, keepdim=True).div_(MAX_FLOAT16_INPUT).clamp_min_(1.0)
-    return gated.div_(factors).to(rows.dtype), factors
+    return _bound_rows(gate(rows.float()), rows.dtype)
+
+
+def _bound_rows(wide: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Rows (float32, overwritten) divided by factors as in :data:`BoundedGate`, and the factors."""
+    factors = wide.abs().amax(-1, keepdim=True).div_(MAX_FLOAT16_INPUT).clamp_min_(1.0)
+    return wide.div_(factors).to(dtype), factors
 
 
 def _clamped_swiglu(rows: Tensor, limit: float) -> Tensor:
@@ -195,6 +199,30 @@ class ExpertMlp:
     @property
     def nbytes(self) -> int:
         return self.router.nbytes + self.group.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class LatentExpertMlp:
+    """Routed experts whose rows are latents (Nemotron 3 Super), which ``output`` maps to rows."""
+
+    routed: Mlp
+    output: Projection
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        latents = self.routed(rows)
+        if latents.dtype is rows.dtype:
+            return self.output(latents)
+        # Of float16 rows they are float32, and so are the results.
+        bounded, factors = _bound_rows(latents, rows.dtype)
+        return self.output(bounded) * factors
+
+    @property
+    def capturable(self) -> bool:
+        return self.routed.capturable
+
+    @property
+    def nbytes(self) -> int:
+        return self.routed.nbytes + self.output.nbytes
 
 
 @dataclass(frozen=True, slots=True)

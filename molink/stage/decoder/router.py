@@ -15,13 +15,15 @@ from molink.stage.linear.base import total_bytes
 class ExpertRouter:
     """A projection to logits of experts, and how these choose.
 
-    ``correction`` is float32 ``[experts]``. If it ``is_wide``, the projection is in float32.
+    ``correction`` is float32 ``[experts]``. If it ``is_wide``, the projection is in float32. An
+    ``entry`` maps rows to those that experts read.
     """
 
     projection: Projection
     routing: Routing
     correction: Tensor | None = None
     is_wide: bool = False
+    entry: Projection | None = None
 
     def compute_logits(self, rows: Tensor) -> Tensor:
         """Logits ``[T, experts]`` of rows ``[T, hidden]``."""
@@ -49,6 +51,7 @@ class ExpertRouter:
 
     def scale_rows(self, rows: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """What experts read, and what their results are multiplied by, of rows with ``weights``."""
+        rows = rows if self.entry is None else self.entry(rows)
         if not self.routing.scales_input:
             return rows, weights
         return rows * weights.to(rows.dtype), torch.ones_like(weights)
@@ -62,7 +65,8 @@ class ExpertRouter:
 
     @property
     def nbytes(self) -> int:
-        return self.projection.nbytes + total_bytes(self.correction)
+        entry = 0 if self.entry is None else self.entry.nbytes
+        return self.projection.nbytes + total_bytes(self.correction) + entry
 
 
 def _choose_in_turn(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
