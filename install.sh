@@ -5,6 +5,8 @@ set -euo pipefail
 
 # Where releases are; a release's own copy of this script says it.
 RELEASES=''
+# Empty if this comes through a pipe. Functions have other words for that.
+SCRIPT=${BASH_SOURCE[0]:-}
 # Free disk space in MB that an installation takes with each build of torch, downloads included.
 NEED_CPU=3000
 NEED_CUDA=8000
@@ -241,6 +243,7 @@ install_release() {
     say "Fetching molink from $releases"
     rm -rf download
     mkdir download
+    trap 'rm -rf download' EXIT
     fetch SHA256SUMS
     wheel=$(sed -n "s/^[0-9a-f]\{64\}  \($pattern\)\$/\1/p" download/SHA256SUMS)
     [ -n "$wheel" ] || die "$releases/SHA256SUMS names no wheel of molink"
@@ -252,6 +255,7 @@ install_release() {
     pip_install "installing molink" --require-hashes --no-deps -r download/requirements.txt
     pip_install "installing molink" --no-deps "download/$wheel"
     rm -r download
+    trap - EXIT
   fi
   say "Installing torch"
   .venv/bin/molink setup "--$flavour" </dev/null || exit 1
@@ -315,9 +319,8 @@ main() {
     MINGW* | MSYS* | CYGWIN*) die "on Windows run install.ps1 in PowerShell" ;;
     Darwin) die "macOS is not supported: the packages are locked for Linux and Windows" ;;
   esac
-  # Bash has no such name for what comes through a pipe.
-  local explicit=$flavour script=${BASH_SOURCE[0]:-} clone=''
-  [ -z "$script" ] || clone=$(cd "$(dirname "$script")" && pwd)
+  local explicit=$flavour clone=''
+  [ -z "$SCRIPT" ] || clone=$(CDPATH='' cd "$(dirname "$SCRIPT")" && pwd)
   if [ -n "$clone" ] && [ -f "$clone/pyproject.toml" ]; then cd "$clone"; else clone='' && enter_release; fi
   log=.venv/install.log
   pick_flavour

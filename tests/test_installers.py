@@ -1,15 +1,18 @@
-"""What ``install.sh`` and ``install.ps1`` say and choose; neither is run here."""
+"""What ``install.sh`` and ``install.ps1`` say and choose; the latter is not run here."""
 
 import importlib.metadata
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import tree_sitter
 import tree_sitter_powershell
+
+from tests.support.release_server import ReleaseServer, serve_release
 
 ROOT = Path(__file__).resolve().parent.parent
 SHELL = (ROOT / "install.sh").read_text(encoding="utf-8")
@@ -130,6 +133,109 @@ def test_other_systems_are_refused_at_once(tmp_path: Path, system: str, says: st
     )
     assert (done.returncode, says in done.stderr) == (1, True), done.stderr
     assert not (tmp_path / ".venv").exists()
+
+
+#: Stands for the Python of ``.venv``: records what pip is asked for, and "installs" molink.
+STAND_IN = """#!/bin/sh
+case "$*" in
+  *"pip install"*)
+    echo "$@" >> "$HOME/pip.log"
+    printf '#!/bin/sh\\necho "molink $@" >> "$HOME/pip.log"\\n' > .venv/bin/molink
+    chmod +x .venv/bin/molink ;;
+  *"pip --version"*) ;;
+  *) exec {python} -S "$@" ;;
+esac
+"""
+
+
+class PipedInstaller:
+    """``curl URL/install.sh | bash`` on a PC with a ``.venv`` of a stand-in."""
+
+    def __init__(self, home: Path, server: ReleaseServer) -> None:
+        self.home, self.server = home, server
+        self.root = home / ".local" / "share" / "molink"
+        python = self.root / ".venv" / "bin" / "python"
+        python.parent.mkdir(parents=True)
+        python.write_text(STAND_IN.format(python=sys.executable), encoding="utf-8")
+        python.chmod(0o755)
+        #: Looks like a clone, but what comes through a pipe is in none.
+        self.elsewhere = home / "clone"
+        self.elsewhere.mkdir()
+        (self.elsewhere / "pyproject.toml").touch()
+
+    def run(self, *options: str) -> subprocess.CompletedProcess[str]:
+        stamped = SHELL.replace("RELEASES=''", f"RELEASES='{self.server.url}'")
+        return subprocess.run(
+            ["bash", "-s", "--", "--cpu", *options],
+            input=stamped,
+            cwd=self.elsewhere,
+            env={"HOME": str(self.home), "PATH": os.environ["PATH"]},
+            capture_output=True,
+            encoding="utf-8",
+            check=False,
+            timeout=60,
+        )
+
+    def asked(self) -> list[str]:
+        log = self.home / "pip.log"
+        return log.read_text(encoding="utf-8").splitlines() if log.exists() else []
+
+
+@pytest.fixture
+def piped(tmp_path: Path) -> Iterator[PipedInstaller]:
+    with serve_release() as server:
+        yield PipedInstaller(tmp_path, server)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a shell script")
+def test_without_a_clone_the_newest_release_is_installed(piped: PipedInstaller) -> None:
+    wheel = piped.server.publish("1.2.3", {})
+    done = piped.run()
+    assert done.returncode == 0, done.stderr
+    needed, own, torch = piped.asked()
+    assert needed.endswith("--require-hashes --no-deps -r download/requirements.txt")
+    assert own.endswith(f"--no-deps download/{wheel}")
+    assert torch == "molink setup --cpu"
+    assert not (piped.root / "download").exists()
+    link = piped.home / ".local" / "bin" / "molink"
+    assert link.resolve() == piped.root / ".venv" / "bin" / "molink"
+    assert piped.run().returncode == 0
+    again = [line for line in piped.asked()[3:] if line != "molink --version"]
+    assert again == [f"molink update --from {piped.server.url}", "molink setup --cpu"]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a shell script")
+@pytest.mark.parametrize("fault", ["cut", "altered", "missing", "no release"])
+def test_a_release_that_is_not_whole_is_not_installed(fault: str, piped: PipedInstaller) -> None:
+    wheel = piped.server.publish("1.2.3", {})
+    if fault == "cut":
+        piped.server.cut.add(wheel)
+    elif fault == "altered":
+        piped.server.files["requirements.txt"] = b"evil==1.0"
+    elif fault == "missing":
+        del piped.server.files[wheel]
+    else:
+        piped.server.files["SHA256SUMS"] = b"<html>"
+    done = piped.run()
+    said = {"altered": "don't have the hashes", "no release": "names no wheel of molink"}
+    assert (done.returncode, said.get(fault, "can't be fetched") in done.stderr) == (1, True)
+    assert piped.asked() == []
+    assert sorted(path.name for path in piped.root.iterdir()) == [".venv"]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a shell script")
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--from", "http://example.org"], "releases come by https alone"),
+        (["--from", ""], "say where releases are"),
+        (["--test"], "--test needs a clone"),
+    ],
+)
+def test_a_release_needs_a_safe_place(options: list[str], says: str, piped: PipedInstaller) -> None:
+    done = piped.run(*options)
+    assert (done.returncode, says in done.stderr) == (1, True), done.stderr
+    assert piped.server.asked == []
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no bash; install.ps1 isn't run")

@@ -1,5 +1,6 @@
 """The wheel alone, away from the repository, is the whole product."""
 
+import json
 import os
 import subprocess
 import sys
@@ -8,6 +9,11 @@ import venv
 from pathlib import Path
 
 import pytest
+
+from molink import __version__
+from molinkd.cli.installation.kinds import INSTALLER_MARK
+from tests.support.release_server import serve_release
+from tools.release import build_wheel, copy_source, read_epoch
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -41,7 +47,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
 @pytest.fixture
 def scripts(built_wheel: Path, tmp_path: Path) -> Path:
     """The scripts folder of a venv with the wheel; the dependencies are those of this one."""
-    folder = tmp_path / "venv"
+    folder = tmp_path / "program" / ".venv"
     venv.create(folder, with_pip=False, symlinks=os.name != "nt")
     scripts = folder / ("Scripts" if os.name == "nt" else "bin")
     python = scripts / ("python.exe" if os.name == "nt" else "python")
@@ -69,3 +75,52 @@ def test_the_demo_answers_from_the_wheel(
     assert "molink" in answer.lower()
     assert "http" not in answer
     assert list(empty.iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name == "nt", reason="the folders of a Windows account can't be moved")
+def test_it_updates_itself_and_leaves_nothing(
+    scripts: Path, built_wheel: Path, tmp_path: Path, environment: dict[str, str]
+) -> None:
+    """As installed by ``install.sh`` from a release, with a swarm of one PC that goes on."""
+    molink = str(scripts / "molink")
+    environment |= {"MOLINK_DISCOVERY": "false", "MOLINK_API_PORT": "0", "MOLINK_HOST": "127.0.0.1"}
+    environment |= {f"MOLINK_{name}_PORT": "0" for name in ("COORDINATOR", "CONTROL")}
+    environment["MOLINK_WORKER_PORTS"] = "0-0"
+    (scripts.parent / INSTALLER_MARK).touch()
+    (tmp_path / "home" / ".local" / "bin").mkdir(parents=True)
+    (tmp_path / "home" / ".local" / "bin" / "molink").symlink_to(molink)
+
+    def swarm() -> str:
+        status = run([molink, "status", "--json", "--wait", "100"], tmp_path, environment)
+        return str(json.loads(status)["swarm"])
+
+    run([molink, "up", "--model", "molink-demo", "--background"], tmp_path, environment)
+    try:
+        before = swarm()
+        with serve_release() as server:
+            body = newer_wheel(tmp_path / "source")
+            wheel = server.publish("99.0.0", {"molink-99.0.0-py3-none-any.whl": body})
+            server.cut.add(wheel)
+            update = [molink, "update", "--yes", "--from", server.url]
+            with pytest.raises(AssertionError, match="does not have the hash"):
+                run(update, tmp_path, environment)
+            assert swarm() == before
+            server.cut.clear()
+            run(update, tmp_path, environment)
+        assert run([molink, "--version"], tmp_path, environment) == "molink 99.0.0\n"
+        assert swarm() == before
+    finally:
+        run([molink, "uninstall", "--yes"], tmp_path, environment)
+    assert not (tmp_path / "program").exists()
+    left = [path for path in (tmp_path / "home").rglob("*") if "molink" in path.name]
+    assert left == []
+
+
+def newer_wheel(folder: Path) -> bytes:
+    """A wheel of the same sources with a later version."""
+    source = copy_source(folder, read_epoch())
+    package = source / "molink" / "__init__.py"
+    text = package.read_text(encoding="utf-8")
+    package.write_text(text.replace(f'"{__version__}"', '"99.0.0"'), encoding="utf-8")
+    return build_wheel(source, folder.parent, read_epoch()).read_bytes()

@@ -48,6 +48,8 @@ _COMMANDS = (
     ("plan", "plan:plan", "Predict placement and speed; starts nothing."),
     ("doctor", "doctor.command:doctor", "Check this PC and suggest fixes."),
     ("setup", "installation.setup:setup", "Install the build of torch for this PC."),
+    ("update", "installation.update:update", "Install the newest release on this PC."),
+    ("uninstall", "installation.uninstall:uninstall", "Remove molink from this PC."),
     ("logs", "logs:logs", "Show this PC's logs."),
     ("simulate", "simulate:simulate_command", "Simulate a trace in virtual time."),
 )

@@ -32,7 +32,7 @@ def explain_mismatch(pc: PeerVersion, swarm: PeerVersion) -> str:
     older = "this PC" if pc.protocol < swarm.protocol else "the other PCs, the leading one last,"
     return (
         f"this PC runs {pc}, the swarm {swarm}; they are incompatible. Update "
-        f"{older} with `git pull` and `./install.sh` (Windows: install.ps1) in molink's folder"
+        f"{older} with `molink update`, or in a clone with `git pull` and its installer"
     )
 
 

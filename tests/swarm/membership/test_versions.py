@@ -20,7 +20,7 @@ def test_mismatch_names_the_side_to_update() -> None:
     for text in (explain_mismatch(old, new), explain_mismatch(new, old)):
         assert "molink 1.0 (protocol 3)" in text
         assert "molink 2.0 (protocol 4)" in text
-        assert "./install.sh" in text
+        assert "`molink update`" in text
 
 
 def test_incompatible_peers_are_listed_while_they_report() -> None:

@@ -119,13 +119,7 @@ def _check_version(facts: HostFacts, swarm: SwarmFacts | None) -> Finding:
             "version",
             "warning",
             f"this PC has {mine}, but {names}: update all PCs to the same version, one by one",
-            ("git pull && ./install.sh", "molink down", "molink up  # or: molink join")
-            if facts.system != "win32"
-            else (
-                "git pull; powershell -ExecutionPolicy Bypass -File install.ps1",
-                "molink down",
-                "molink up  # or: molink join",
-            ),
+            ("molink update  # in a clone: git pull, its installer, molink down, molink up",),
         )
     same = f", like all {len(swarm.peers)} PCs of the swarm" if swarm.others else ""
     return Finding("version", "ok", mine + same)

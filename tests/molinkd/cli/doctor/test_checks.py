@@ -566,15 +566,7 @@ def test_discovery(facts: Any, known: Any, level: str, text: str, command: str |
             swarm(peers=(PeerFact(A, "desk", "0.1.0"), PeerFact(B, "couch", "0.2.0"))),
             "warning",
             "this PC has molink 0.1.0, but couch has 0.2.0",
-            "git pull && ./install.sh",
-        ),
-        (
-            "version",
-            host(system="win32"),
-            swarm(peers=(PeerFact(A, "desk", "0.1.0"), PeerFact(B, "couch", "0.2.0"))),
-            "warning",
-            "couch has 0.2.0",
-            "install.ps1",
+            "molink update",
         ),
     ],
 )

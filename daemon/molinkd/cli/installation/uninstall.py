@@ -1,0 +1,182 @@
+"""``molink uninstall``."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import platformdirs
+import typer
+
+from molink.errors import MolinkError, UsageError
+from molink.plaintext import printable
+from molinkd.cli import daemon_client
+from molinkd.cli.confirmation import YesOption, confirm_action
+from molinkd.cli.installation.kinds import Installation, find_installation
+from molinkd.cli.service.verbs import system_service
+from molinkd.cli.stop_verbs import leave, stop_daemon, try_remove, wait_until
+from molinkd.cli.swarm_verbs import HomeOption
+from molinkd.peer.home import Home
+from molinkd.peer.membership.membership_record import read_membership
+from molinkd.platform import child_options
+
+#: Deletes a folder after this process, whose program lies in it, has ended (Windows).
+_DELETE_LATER = """
+import pathlib, shutil, sys, time
+folder = pathlib.Path(sys.argv[1])
+for _ in range(600):
+    shutil.rmtree(folder, ignore_errors=True)
+    if not folder.exists():
+        break
+    time.sleep(0.1)
+"""
+
+
+def uninstall(
+    keep_state: Annotated[
+        bool, typer.Option("--keep-state", help="Keep the swarm, keys, settings and models.")
+    ] = False,
+    yes: YesOption = False,
+    home: HomeOption = None,
+) -> None:
+    """Remove molink from this PC: the program, its service and its state.
+
+    It leaves the swarm first, unless the state is kept. Without a terminal it needs --yes.
+    """
+    installed = find_installation()
+    homes = list_homes(Home.find_home(home))
+    state = [] if keep_state else list_state(homes, installed)
+    confirm_action(_question(installed, state), yes=yes, is_final=True)
+    for place in homes:
+        _stop(place, leaves=not keep_state)
+    if system_service().uninstall_service():
+        print("Removed the service.")
+    for path in state:
+        if not wait_until(partial(try_remove, path)):
+            raise UsageError(f"can't delete {path}: close what uses it, then run this again")
+        print(printable(f"Deleted {path}"))
+    remove_program(installed)
+
+
+def list_homes(asked: Home) -> list[Home]:
+    """The state folder that was asked for, and this account's default one."""
+    default = Home(platformdirs.user_state_path("molink", False))
+    return list(dict.fromkeys((asked, default)))
+
+
+def list_state(homes: list[Home], installed: Installation) -> list[Path]:
+    """Folders of molink's own on this PC: state, settings and downloads, without nested ones.
+
+    Raises:
+        UsageError: one of ``homes`` is a folder of other things, too.
+    """
+    asked, *_ = homes
+    if asked.root.is_dir() and not (asked.root / "peer.key").exists() and any(asked.root.iterdir()):
+        raise UsageError(f"{asked.root} is no state folder of molink: nothing was deleted")
+    for precious in (Path.home(), installed.folder):
+        if precious.is_relative_to(asked.root):
+            raise UsageError(f"{asked.root} holds {precious}, too: nothing was deleted")
+    found = [home.root for home in homes]
+    found += [platformdirs.user_config_path("molink", False)]
+    found += [platformdirs.user_cache_path("molink", False)]
+    there = sorted({path for path in found if path.is_dir()})
+    return [one for one in there if not any(one != up and one.is_relative_to(up) for up in there)]
+
+
+def remove_program(installed: Installation) -> None:
+    """Remove the program that runs this.
+
+    Raises:
+        MolinkError: another program, which has to do it, fails.
+    """
+    remove_from_path(installed.folder)
+    if installed.kind == "clone":
+        _delete_folder(installed.folder / ".venv")
+        print(printable(f"Removed molink; the clone is yours to delete: {installed.folder}"))
+        return
+    if installed.kind == "release":
+        _delete_folder(installed.folder)
+        print("Removed molink. Models from the Hugging Face hub remain in the hub's own cache.")
+        return
+    command = removal_command(installed)
+    if sys.platform == "win32" and installed.kind != "pip":
+        print(f"To remove the program, which runs until now: {' '.join(command)}")
+        return
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, check=False)
+    if done.returncode:
+        raise MolinkError(f"the program remains: `{' '.join(command)}` failed")
+
+
+def removal_command(installed: Installation) -> list[str]:
+    """The command of whoever manages the environment."""
+    if installed.kind == "pip":
+        return [sys.executable, "-m", "pip", "uninstall", "--yes", "molink"]
+    return [*{"uv": ("uv", "tool"), "pipx": ("pipx",)}[installed.kind], "uninstall", "molink"]
+
+
+def remove_from_path(folder: Path) -> None:
+    """Remove what the installers put on the PATH for the program in ``folder``."""
+    if sys.platform == "win32":
+        programs = Path(os.environ["LOCALAPPDATA"], "Programs", "molink")
+        _edit_user_path(programs)
+        if programs != folder:
+            shutil.rmtree(programs, ignore_errors=True)
+        return
+    link = Path.home() / ".local" / "bin" / "molink"
+    if link.is_symlink() and link.resolve().is_relative_to(folder.resolve()):
+        link.unlink()
+
+
+def _question(installed: Installation, state: list[Path]) -> str:
+    text = f"Remove molink ({installed.folder})"
+    if state:
+        text += f" and delete {', '.join(map(str, state))}"
+    return f"{text}?"
+
+
+def _stop(home: Home, *, leaves: bool) -> None:
+    """Stop what runs in a home; with ``leaves`` its PC leaves the swarm."""
+    running = list(daemon_client.find_daemons(home))
+    if any(found.is_demo for found in running):
+        raise UsageError("a demo runs here: stop it with Ctrl-C first")
+    if leaves and read_membership(home.membership) is not None:
+        leave(dissolve=False, yes=True, home=home.root)
+        return
+    for found in running:
+        stop_daemon(home, found.run_file)
+
+
+def _delete_folder(folder: Path) -> None:
+    """Delete a folder with the Python that runs this."""
+    if sys.platform != "win32":
+        shutil.rmtree(folder, ignore_errors=True)
+        return
+    base = getattr(sys, "_base_executable", sys.executable)
+    subprocess.Popen(
+        [base, "-I", "-c", _DELETE_LATER, str(folder)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        cwd=tempfile.gettempdir(),
+        **child_options(),
+    )
+
+
+if sys.platform == "win32":
+    import winreg
+
+    def _edit_user_path(folder: Path) -> None:
+        """Take ``folder`` off this user's PATH."""
+        access = winreg.KEY_READ | winreg.KEY_WRITE
+        with winreg.OpenKey(winreg.HKEY_CURRENT_USER, "Environment", 0, access) as key:
+            try:
+                value, kind = winreg.QueryValueEx(key, "Path")
+            except FileNotFoundError:
+                return
+            kept = [part for part in value.split(";") if part and Path(part) != folder]
+            if len(kept) != len([part for part in value.split(";") if part]):
+                winreg.SetValueEx(key, "Path", 0, kind, ";".join(kept))
