@@ -3,22 +3,31 @@
 import { call, EndpointError, events } from "./endpoint.js";
 import { messages, NOT_COMPLETE } from "./tree.js";
 
-const NUMBERS = { temperature: Number, top_p: Number, max_tokens: Number, seed: Number };
+const NUMBERS = [
+  "temperature", "top_p", "top_k", "min_p", "max_tokens", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty",
+];
+// What is asked of the model to continue an answer that was cut.
+const CONTINUE = "Continue exactly where your answer stops. Do not repeat or introduce anything.";
 
 // The sampling parameters to send; fields left empty are omitted.
 export function sampling(settings) {
   const found = {};
-  for (const [name, read] of Object.entries(NUMBERS)) {
+  for (const name of NUMBERS) {
     const text = String(settings[name] ?? "").trim();
-    if (text !== "" && Number.isFinite(read(text))) found[name] = read(text);
+    if (text !== "" && Number.isFinite(Number(text))) found[name] = Number(text);
   }
+  const stops = String(settings.stop ?? "").split("\n").filter(Boolean);
+  if (stops.length) found.stop = stops;
+  if (settings.thinking) found.chat_template_kwargs = { enable_thinking: settings.thinking === "on" };
   return found;
 }
 
 export class Answering {
   // Calls `changed()` after each event and `ended(error)` at the end; error is null or an EndpointError.
+  // A message that has text already is continued.
   constructor(conversation, node, settings, changed, ended) {
     this.conversation = conversation;
+    this.continues = Boolean(node.content);
     this.node = node;
     this.changed = changed;
     this.started = performance.now();
@@ -53,7 +62,7 @@ export class Answering {
     try {
       const body = {
         model: node.model || undefined,
-        messages: messages(this.conversation, node.parent, settings.system),
+        messages: this.#messages(settings.system),
         stream: true,
         stream_options: { include_usage: true },
         ...sampling(settings),
@@ -66,12 +75,23 @@ export class Answering {
       else problem = error instanceof EndpointError ? error : new EndpointError(`Error in this page: ${error.message}`);
     }
     node.note = this.#note(facts);
+    node.cut = facts.finish !== "stop" && Boolean(node.content);
+    if (facts.context) node.context = facts.context;
     node.problem = problem?.message ?? (node.content || node.thoughts || facts.finish === "stopped" || this.left ? "" : "The model returned an empty answer.");
     return problem;
   }
 
+  #messages(system) {
+    const { conversation, node, continues } = this;
+    if (!continues) return messages(conversation, node.parent, system);
+    return [...messages(conversation, node.id, system), { role: "user", content: CONTINUE }];
+  }
+
   #take(event, facts) {
-    if (event.usage) facts.tokens = event.usage.completion_tokens;
+    if (event.usage) {
+      facts.tokens = event.usage.completion_tokens;
+      facts.context = event.usage.total_tokens;
+    }
     const choice = event.choices?.[0];
     if (!choice) return;
     facts.finish = choice.finish_reason || facts.finish;

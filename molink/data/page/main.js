@@ -5,11 +5,12 @@ import { byId, icon, make, say, setText } from "./dom.js";
 import { call, takeOwnerToken } from "./endpoint.js";
 import { FirstStart } from "./first_start.js";
 import { Manage } from "./manage.js";
+import { PromptsDialog } from "./prompts.js";
 import { KeyDialog, SettingsDialog } from "./settings.js";
 import { Sidebar } from "./sidebar.js";
 import { browserStorage, Store } from "./store.js";
 import { Swarm, whyWaiting } from "./swarm.js";
-import { add, choose, splitThoughts } from "./tree.js";
+import { add, choose, path, splitThoughts } from "./tree.js";
 import { fit, MessageList } from "./message_list.js";
 
 const NEW = "new";
@@ -25,7 +26,7 @@ const isOwnerLink = takeOwnerToken();
 let managing = false;
 let conversation = addressed();
 
-for (const [id, name] of [["open-list", "list"], ["fresh", "plus"], ["open-settings", "gear"]]) byId(id).append(icon(name));
+for (const [id, name] of [["open-list", "list"], ["fresh", "plus"], ["open-settings", "gear"], ["open-prompts", "book"]]) byId(id).append(icon(name));
 const sendIcon = icon("send"), stopIcon = icon("stop");
 
 const messageList = new MessageList(byId("log"), {
@@ -35,6 +36,7 @@ const messageList = new MessageList(byId("log"), {
     if (!node.content && !node.thoughts) delete conversation.nodes[node.id];
     answer(node.parent);
   },
+  more: (node) => { run(node); },
   choose: (node) => { choose(conversation, node); store.save(conversation); show(); },
   draft: (name) => store.draft(name),
   setDraft: (name, words) => store.setDraft(name, words),
@@ -42,6 +44,7 @@ const messageList = new MessageList(byId("log"), {
 const sidebar = new Sidebar(store, {
   open: (id) => { open(store.conversations.get(id)); if (narrow.matches) panel("list", false); text.focus(); },
   removed: (id) => { answers.get(id)?.stop(); if (id === conversation.id) open(store.create()); },
+  renamed: () => show(),
   answers: (id) => answers.has(id),
 });
 const unlocked = () => { loadModels(); swarm.refresh(); };
@@ -50,6 +53,16 @@ const settings = new SettingsDialog(store, unlocked, () => { for (const one of a
 const swarm = new Swarm();
 const manage = new Manage(() => swarm.refresh());
 const firstStart = new FirstStart(messageList.offers, (model) => { view(true); manage.start(model, "serve"); });
+const prompts = new PromptsDialog(store, {
+  text: () => text.value,
+  insert: (words) => { text.value = words; text.dispatchEvent(new Event("input")); text.focus(); },
+  system: (words) => {
+    conversation.settings = { ...conversation.settings, system: words };
+    if (store.conversations.has(conversation.id)) store.save(conversation);
+    say("This chat has that system prompt.");
+  },
+});
+byId("open-prompts").addEventListener("click", () => prompts.open());
 const narrow = window.matchMedia("(max-width: 60rem)");
 
 // --- the views ---
@@ -114,6 +127,7 @@ function show() {
   send.disabled = !busy && !text.value.trim();
   swarm.expect(answers.size);
   showProgress();
+  showContext();
   if (follow) toEnd();
 }
 
@@ -123,11 +137,16 @@ function question(parent, content) {
 }
 
 function answer(parent) {
+  run(add(conversation, parent, { role: "assistant", model: byId("model").value }));
+}
+
+// Request an answer into `node`, or its continuation if it has text.
+function run(node) {
   const mine = conversation;
-  const node = add(mine, parent, { role: "assistant", model: byId("model").value });
+  node.note = undefined;
   store.save(mine);
   let savedAt = performance.now();
-  const answering = new Answering(mine, node, store.settings, () => {
+  const answering = new Answering(mine, node, store.settingsOf(mine), () => {
     if (performance.now() - savedAt > SAVE_INTERVAL_S * 1000) {
       savedAt = performance.now();
       if (store.conversations.has(mine.id)) store.save(mine);
@@ -148,6 +167,15 @@ function ended(mine, node, problem) {
   show();
   if (mine === conversation && !problem) say(`Answer: ${splitThoughts(node.content).content.slice(0, 1000)}`);
   if (problem?.status === 401) keyDialog.open(true);
+}
+
+// Show how much of the model's context the conversation takes.
+function showContext() {
+  const last = path(conversation).findLast((node) => node.context);
+  const all = contexts.get(last?.model);
+  const used = last ? `${last.context.toLocaleString("en")}${all ? ` of ${all.toLocaleString("en")}` : ""} tokens of context used` : "";
+  setText(byId("context"), used);
+  byId("context").classList.toggle("wrong", Boolean(all) && last.context > 0.9 * all);
 }
 
 // Show why the first token is late, then the token rate.
@@ -197,6 +225,13 @@ text.addEventListener("keydown", (event) => {
   event.preventDefault();
   if (!answers.has(conversation.id)) byId("form").requestSubmit();
 });
+text.addEventListener("keydown", (event) => {
+  if (event.key !== "ArrowUp" || text.value) return;
+  const edits = document.querySelectorAll("#log .mine [aria-label='Edit this message']:enabled");
+  if (!edits.length) return;
+  event.preventDefault();
+  edits[edits.length - 1].click();
+});
 document.addEventListener("keydown", (event) => {
   if (document.querySelector("dialog[open]")) return;
   if (event.key === "Escape") {
@@ -205,8 +240,15 @@ document.addEventListener("keydown", (event) => {
     if (shown) panel(shown, false);
     else if (running) running.stop();
   }
-  if (event.ctrlKey && event.shiftKey && event.key.toLowerCase() === "o") { event.preventDefault(); fresh(); }
+  const shortcut = SHORTCUTS[`${event.shiftKey ? "shift+" : ""}${event.key.toLowerCase()}`];
+  if ((event.ctrlKey || event.metaKey) && shortcut) { event.preventDefault(); shortcut(); }
 });
+const SHORTCUTS = {
+  "shift+o": () => fresh(),
+  "shift+m": () => (managing ? open(conversation) : view(true)),
+  "k": () => { panel("list", true); byId("find-chat").select(); },
+  ",": () => settings.open(conversation),
+};
 
 function fresh() {
   open(store.create());
@@ -241,18 +283,23 @@ for (const id of ["list", "swarm"]) {
     store.set({ panels: { list: !byId("list").hidden, swarm: !byId("swarm").hidden } });
   });
 }
-byId("open-settings").addEventListener("click", () => settings.open());
+byId("open-settings").addEventListener("click", () => settings.open(conversation));
 
 // --- models ---------------------------------------------------------------------------------------
 
 const models = byId("model");
+// Tokens of each model's context.
+const contexts = new Map();
 let modelsLoadedAt = 0;
 
 async function loadModels() {
   modelsLoadedAt = performance.now();
   let names;
   try {
-    names = (await (await call("/v1/models")).json()).data.map((model) => String(model.id));
+    const { data } = await (await call("/v1/models")).json();
+    names = data.map((model) => String(model.id));
+    for (const model of data) contexts.set(String(model.id), Number(model.max_model_len) || 0);
+    showContext();
   } catch (error) {
     if (error.status === 401) keyDialog.open();
     return;

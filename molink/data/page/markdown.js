@@ -2,6 +2,7 @@
 // few allowed elements, and nothing is loaded unless the user clicks a link.
 
 import { copyButton, make } from "./dom.js";
+import { formulas, renderFormulas } from "./math.js";
 import { Marked } from "./vendor/marked.js";
 import DOMPurify from "./vendor/purify.js";
 
@@ -25,7 +26,7 @@ const POLICY = {
 };
 
 DOMPurify.addHook("uponSanitizeAttribute", (_node, data) => {
-  if (data.attrName === "class") data.keepAttr = /^(?:language-[\w+#.-]{1,40}|hljs-[\w-]+(?: [\w-]+)*)$/.test(data.attrValue);
+  if (data.attrName === "class") data.keepAttr = /^(?:language-[\w+#.-]{1,40}|hljs-[\w-]+(?: [\w-]+)*|formula(?:-display)?|tml-[\w-]+(?: tml-[\w-]+)*)$/.test(data.attrValue);
 });
 DOMPurify.addHook("afterSanitizeAttributes", (node) => {
   if (node.tagName !== "A") return;
@@ -47,6 +48,8 @@ const marked = new Marked({
     checkbox: ({ checked }) => (checked ? "☑ " : "☐ "),
   },
 });
+
+marked.use(formulas);
 
 // Renders a growing text: completed blocks are not rendered again.
 export class MarkdownView {
@@ -115,6 +118,7 @@ function rendered(token, open) {
     return [make("div", "raw", token.raw)];
   }
   for (const pre of fragment.querySelectorAll("pre")) dress(pre, open);
+  renderFormulas(fragment);
   for (const table of fragment.querySelectorAll("table")) scrolls(table);
   // At least one node, so that the block keeps its position.
   return fragment.childNodes.length ? [...fragment.childNodes] : [document.createTextNode("")];

@@ -6,7 +6,7 @@ import { MarkdownView } from "./markdown.js";
 import { path, splitThoughts, versions } from "./tree.js";
 
 export class MessageList {
-  // `act` provides edit(node, text), retry(node), choose(node), draft(name), setDraft(name, text).
+  // `act` provides edit(node, text), retry(node), more(node), choose(node), draft(name), setDraft(name, text).
   constructor(log, act) {
     this.log = log;
     this.act = act;
@@ -128,9 +128,10 @@ class Answer {
     this.retry = textButton("Try again", () => act.retry(node));
     this.problem.append(this.sentence, this.retry);
     this.regenerate = iconButton("retry", "Regenerate", () => act.retry(node));
+    this.more = textButton("Continue", () => act.more(node));
     this.versions = new Versions(act);
     const copy = copyButton("Copy this answer", () => splitThoughts(node.content).content);
-    this.tools = make("div", "tools", this.versions.element, this.regenerate, copy);
+    this.tools = make("div", "tools", this.versions.element, this.regenerate, copy, this.more);
     this.element = make("article", "turn theirs", this.thoughts, this.body, this.problem, this.state, this.tools);
     this.element.setAttribute("aria-label", "Answer");
     this.painted = -Infinity;
@@ -141,6 +142,8 @@ class Answer {
     this.versions.update(all, this.node, Boolean(answering));
     this.regenerate.disabled = this.retry.disabled = Boolean(answering);
     this.tools.hidden = mine;
+    this.more.hidden = !this.node.cut || mine;
+    this.more.disabled = Boolean(answering);
     this.#paint(mine ? answering : null);
     setText(this.state, mine ? "" : this.node.note ?? "");
     const text = mine ? "" : this.node.problem ?? "";

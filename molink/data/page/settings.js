@@ -3,7 +3,13 @@
 import { byId, confirmed, setText } from "./dom.js";
 import { apiKey, tryApiKey } from "./endpoint.js";
 
-const FIELDS = ["system", "temperature", "top_p", "max_tokens", "seed", "theme"];
+// Fields that each conversation may have its own of, and one that all share.
+const OWN = [
+  "system", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "max_tokens",
+  "seed", "thinking", "stop",
+];
+const FIELDS = [...OWN, "theme"];
+const EMPTY = { all: "(empty: model default)", this: "(empty: as for all chats)" };
 
 export function applyTheme(theme) {
   if (theme === "light" || theme === "dark") document.documentElement.dataset.theme = theme;
@@ -14,6 +20,7 @@ export class SettingsDialog {
   // Calls `unlocked()` when the key changes and `emptied()` when all conversations are deleted.
   constructor(store, unlocked, emptied) {
     this.store = store;
+    byId("scope").addEventListener("change", () => this.#fill());
     this.dialog = byId("settings");
     this.fields = FIELDS.map(byId);
     for (const field of this.fields) {
@@ -30,11 +37,22 @@ export class SettingsDialog {
     applyTheme(store.settings.theme);
   }
 
-  open() {
-    for (const field of this.fields) field.value = this.store.settings[field.id];
+  open(conversation) {
+    this.conversation = conversation;
+    byId("scope").value = Object.keys(conversation.settings ?? {}).length ? "this" : "all";
+    this.#fill();
     byId("key").value = apiKey();
-    this.#showInvalid();
     this.dialog.showModal();
+  }
+
+  #fill() {
+    const mine = byId("scope").value === "this";
+    for (const field of this.fields) {
+      const own = mine && field.id !== "theme";
+      field.value = (own ? this.conversation.settings?.[field.id] : this.store.settings[field.id]) ?? "";
+    }
+    setText(byId("empty-means"), EMPTY[byId("scope").value]);
+    this.#showInvalid();
   }
 
   async #finish(unlocked) {
@@ -54,8 +72,17 @@ export class SettingsDialog {
   #take(field) {
     this.#showInvalid();
     if (!field.checkValidity()) return;
-    this.store.set({ [field.id]: field.value });
+    if (byId("scope").value === "this" && field.id !== "theme") this.#takeOwn(field);
+    else this.store.set({ [field.id]: field.value });
     if (field.id === "theme") applyTheme(field.value);
+  }
+
+  #takeOwn({ id, value }) {
+    const settings = { ...this.conversation.settings };
+    if (value) settings[id] = value;
+    else delete settings[id];
+    this.conversation.settings = settings;
+    if (this.store.conversations.has(this.conversation.id)) this.store.save(this.conversation);
   }
 
   // Mark the invalid fields and name the first, which is returned.

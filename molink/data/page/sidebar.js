@@ -1,7 +1,10 @@
 // The list of conversations and their actions.
 
 import { arrange, byId, confirmed, download, iconButton, make, setText, textButton } from "./dom.js";
-import { asJson, asMarkdown } from "./tree.js";
+import { asJson, asMarkdown, parseConversations, textOf } from "./tree.js";
+
+// Larger files are not read.
+const MAX_IMPORT_BYTES = 50_000_000;
 
 export class Sidebar {
   // `act` provides open(id), removed(id), answers(id).
@@ -16,13 +19,22 @@ export class Sidebar {
       download(`${name}.${ending}`, type, write(one));
     });
     byId("save-as").append(save("Markdown", "md", "text/markdown", asMarkdown), save("JSON", "json", "application/json", asJson));
+    byId("save-all").addEventListener("click", () => {
+      const all = store.sorted().map((one) => JSON.parse(asJson(one)));
+      download("molink-conversations.json", "application/json", JSON.stringify(all, null, 2));
+    });
+    byId("import").addEventListener("click", () => byId("import-file").click());
+    byId("import-file").addEventListener("change", () => this.#import(byId("import-file")));
+    byId("find-chat").addEventListener("input", () => this.show(this.current));
     store.addEventListener("change", () => this.show(this.current));
   }
 
   show(current) {
     this.current = current;
     const rows = new Map();
-    for (const one of this.store.sorted()) {
+    const words = byId("find-chat").value.trim().toLowerCase().split(/\s+/).filter(Boolean);
+    const matches = (one) => !words.length || words.every((word) => textOf(one).toLowerCase().includes(word));
+    for (const one of this.store.sorted().filter(matches)) {
       const row = this.rows.get(one.id) ?? this.#make(one.id);
       setText(row.title, one.title || "New chat");
       row.title.title = one.title;
@@ -34,10 +46,12 @@ export class Sidebar {
     this.rows = rows;
     arrange(this.list, [...rows.values()].map((row) => row.element));
     byId("save-as").hidden = !this.store.conversations.has(current);
+    byId("save-all").disabled = !this.store.conversations.size;
     const { keep } = this.store.settings;
-    const words = rows.size ? "" : "No conversations yet.";
+    const none = words.length ? "No conversation has these words." : "No conversations yet.";
+    const text = rows.size ? "" : none;
     const lost = this.store.full ? "Browser storage is full: save this conversation before you close the page." : "";
-    setText(byId("storage-state"), lost || (keep ? words : "Conversations are not saved and are lost when this page closes."));
+    setText(byId("storage-state"), lost || (keep ? text : "Conversations are not saved and are lost when this page closes."));
   }
 
   #make(id) {
@@ -50,6 +64,46 @@ export class Sidebar {
       this.store.remove(id);
       this.act.removed(id);
     });
-    return { title, element: make("li", "", title, make("span", "tools", remove)) };
+    const rename = iconButton("edit", "Rename", () => this.#rename(find(), title));
+    return { title, element: make("li", "", title, make("span", "tools", rename, remove)) };
+  }
+
+  // Edit the title in place: Enter keeps it, Escape does not.
+  #rename(conversation, title) {
+    const field = make("input", "");
+    field.value = conversation.title;
+    field.maxLength = 200;
+    field.setAttribute("aria-label", "Title");
+    let open = true;
+    const close = (keep) => {
+      if (!open) return; // leaving the field closes it, too
+      open = false;
+      if (keep && field.value.trim()) conversation.title = field.value.trim();
+      field.replaceWith(title);
+      if (keep) this.store.save(conversation);
+      this.act.renamed(conversation);
+      title.focus();
+    };
+    field.addEventListener("keydown", (event) => {
+      if (event.key === "Enter") close(true);
+      if (event.key === "Escape") { event.stopPropagation(); close(false); }
+    });
+    field.addEventListener("blur", () => close(true));
+    title.replaceWith(field);
+    field.select();
+  }
+
+  async #import(input) {
+    const [file] = input.files;
+    input.value = "";
+    if (!file) return;
+    try {
+      if (file.size > MAX_IMPORT_BYTES) throw new Error("too large");
+      const found = parseConversations(await file.text());
+      for (const one of found) this.store.save(one);
+      setText(byId("import-state"), `${found.length} imported.`);
+    } catch {
+      setText(byId("import-state"), `${file.name} holds no conversations that were saved as JSON.`);
+    }
   }
 }

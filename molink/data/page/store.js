@@ -7,8 +7,10 @@ const CONVERSATION = "molink.conversation.", DRAFT = "molink.draft.", SETTINGS =
 const MAX_CONVERSATIONS = 200, MAX_CHARACTERS = 3_000_000;
 
 const DEFAULTS = {
-  model: "", system: "", temperature: "", top_p: "", max_tokens: "", seed: "", theme: "", keep: true, panels: null,
+  model: "", system: "", temperature: "", top_p: "", top_k: "", min_p: "", max_tokens: "", seed: "", presence_penalty: "",
+  frequency_penalty: "", repetition_penalty: "", stop: "", thinking: "", theme: "", keep: true, panels: null, prompts: [],
 };
+const MAX_PROMPTS = 100, MAX_PROMPT_CHARACTERS = 20_000;
 
 export class Store extends EventTarget {
   constructor(storage) {
@@ -74,6 +76,18 @@ export class Store extends EventTarget {
     this.#changed();
   }
 
+  // The settings of a conversation: its own where it has some.
+  settingsOf(conversation) {
+    return { ...this.settings, ...conversation.settings };
+  }
+
+  // Keep a text under a name, in place of one with that name; an empty text removes it.
+  savePrompt(name, text) {
+    const others = this.settings.prompts.filter((one) => one.name !== name);
+    const added = text ? [{ name: name.slice(0, 80), text: text.slice(0, MAX_PROMPT_CHARACTERS) }] : [];
+    this.set({ prompts: [...added, ...others].slice(0, MAX_PROMPTS) });
+  }
+
   draft(name) {
     return this.drafts.get(name) ?? "";
   }
@@ -95,7 +109,9 @@ export class Store extends EventTarget {
     const one = this.#read(name, null);
     if (isConversation(one) && name === CONVERSATION + one.id) {
       for (const node of Object.values(one.nodes)) {
-        if (node.role === "assistant") node.note ??= NOT_COMPLETE;
+        if (node.role !== "assistant" || node.note !== undefined) continue;
+        node.note = NOT_COMPLETE;
+        node.cut = Boolean(node.content);
       }
       this.conversations.set(one.id, one);
       this.sizes.set(one.id, this.storage.getItem(name).length);

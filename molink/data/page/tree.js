@@ -1,6 +1,8 @@
 // A conversation as a tree: editing a message or regenerating an answer starts a new branch.
 //
-// { id, title, updated, leaf, nodes: { id: { id, parent, role, content, thoughts, note, problem, model } } }
+// { id, title, updated, leaf, settings, nodes: { id: { id, parent, role, content, thoughts, note, problem, model,
+//   cut, context } } }: `cut` answers can be continued, `context` are the tokens up to an answer's end, and
+// `settings` hold for this conversation alone.
 
 // The note of an answer that was running when the page closed.
 export const NOT_COMPLETE = "incomplete: the page was closed";
@@ -83,6 +85,43 @@ export function isConversation(one) {
   const texts = (node) => typeof node?.content === "string" && (node.role === "user" || node.role === "assistant");
   return typeof one?.id === "string" && typeof one.title === "string" && typeof one.updated === "number"
     && one.nodes !== null && typeof one.nodes === "object" && Object.values(one.nodes).every(texts);
+}
+
+// Read conversations that were saved as JSON, here or elsewhere as { title, messages }; throws Error.
+export function parseConversations(text) {
+  const read = JSON.parse(text);
+  const found = (Array.isArray(read) ? read : [read]).map((one) => {
+    if (isConversation(one?.tree) && isTree(one.tree)) return { ...newConversation(), ...one.tree, id: newId(), settings: textsIn(one.tree.settings) };
+    if (!Array.isArray(one?.messages)) throw new Error("no conversation");
+    const made = newConversation();
+    for (const { role, content, reasoning_content: thoughts, model } of one.messages) {
+      if (typeof content !== "string" || !["user", "assistant"].includes(role)) continue;
+      add(made, made.leaf, { role, content, ...(role === "assistant" ? { thoughts: String(thoughts ?? ""), model: String(model ?? ""), note: "" } : {}) });
+    }
+    if (typeof one.title === "string" && one.title) made.title = one.title.slice(0, 200);
+    return made;
+  });
+  return found.filter((one) => one.leaf);
+}
+
+// The entries of an object that are texts.
+function textsIn(object) {
+  return Object.fromEntries(Object.entries(object ?? {}).filter(([, value]) => typeof value === "string"));
+}
+
+// Whether each message's parent comes before it, so that there are no circles.
+function isTree(one) {
+  const seen = new Set();
+  for (const [id, node] of Object.entries(one.nodes)) {
+    if (node.id !== id || (node.parent !== null && !seen.has(node.parent))) return false;
+    seen.add(id);
+  }
+  return seen.has(one.leaf);
+}
+
+// All text of a conversation, for a search.
+export function textOf(conversation) {
+  return [conversation.title, ...Object.values(conversation.nodes).map((node) => node.content)].join("\n");
 }
 
 export function asMarkdown(conversation) {

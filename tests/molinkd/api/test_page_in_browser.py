@@ -1,11 +1,8 @@
 """The chat page in headless Chromium with a scripted backend: rendering and editing."""
 
 import asyncio
-import os
 from collections.abc import Callable
 from pathlib import Path
-
-import pytest
 
 from molink.errors import Overloaded, Unavailable
 from tests.support import tool_templates
@@ -17,7 +14,7 @@ from tests.support.chat_page import (
     wait_until_ready,
 )
 from tests.support.fake_backend import FakeBackend, build_model
-from tools.browser import ENTER, ESCAPE, Browser
+from tools.browser import ENTER, Browser
 
 pytestmark = needs_chromium
 
@@ -218,37 +215,3 @@ def test_only_one_element_shows_focus(page: Callable[..., Browser]) -> None:
     assert browser.run(f"return {shown}") == 1
     browser.run("document.querySelector('#send').focus()")
     assert browser.run(f"return {shown}") <= 1
-
-
-@pytest.mark.slow
-def test_accessibility(backend: FakeBackend, page: Callable[..., Browser]) -> None:
-    """With axe-core: ``npm pack axe-core``, unpack it, and pass ``axe.min.js`` as ``AXE``."""
-    if "AXE" not in os.environ:
-        pytest.skip("set AXE to the axe.min.js of axe-core (npm)")
-    axe = Path(os.environ["AXE"]).read_text(encoding="utf-8")
-    backend.answer = FORMATTED
-    browser = wait_until_ready(page())
-    ask_question(browser, "Show it.")
-    faults = []
-    for scheme in ("light", "dark"):
-        browser.run("document.documentElement.dataset.theme = arguments[0]", scheme)
-        for opened in ("", "#open-list", "#open-swarm", "#open-settings"):
-            if opened:
-                browser.click(opened)
-            browser.run(axe)
-            result = browser.run("return await axe.run()")
-            assert len(result["passes"]) > 10
-            found = result["violations"]
-            faults += [
-                (scheme, opened, one["id"], one["help"], one["nodes"][0]["html"][:100])
-                for one in found
-            ]
-            if opened:
-                browser.type("body", ESCAPE)
-                browser.run(
-                    "if (!document.querySelector('#settings').open)"
-                    " document.querySelector(arguments[0]).click()",
-                    opened,
-                )
-                browser.run("document.querySelector('#settings').close()")
-    assert faults == []
