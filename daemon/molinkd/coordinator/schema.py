@@ -6,6 +6,8 @@ from pathlib import Path
 from molink.errors import DamagedState, StateError
 
 SCHEMA_VERSION = 10
+#: Statements that turn a format into the next one. Formats before the first one are refused.
+UPGRADES = {9: ("ALTER TABLE models ADD COLUMN kv_cache_dtype TEXT NOT NULL DEFAULT 'auto'",)}
 
 #: ``profile`` is msgpack of :class:`molink.facts.profile.Profile`.
 _STAGES = """CREATE TABLE stages (
@@ -47,7 +49,13 @@ CREATE TABLE pipelines (
 
 
 def prepare_database(connection: sqlite3.Connection, path: Path) -> None:
-    """Configure the connection, check the file, and create the tables of a new one."""
+    """Configure the connection, check the file, and create the tables of a new one.
+
+    A file of a former format is upgraded; a copy stays beside it, for the molink that wrote it.
+
+    Raises:
+        StateError: its format is newer, or too old.
+    """
     for pragma in (
         "locking_mode = EXCLUSIVE",
         "journal_mode = DELETE",  # the file alone is a complete copy
@@ -66,11 +74,30 @@ def prepare_database(connection: sqlite3.Connection, path: Path) -> None:
     if damage != "ok":
         raise sqlite3.DatabaseError(damage)
     (version,) = connection.execute("SELECT version FROM schema").fetchone() or (0,)
-    if version != SCHEMA_VERSION:
+    if version in UPGRADES:
+        upgrade_database(connection, path, version)
+    elif version != SCHEMA_VERSION:
         raise StateError(
             f"{path} has format {version}, but this molink needs {SCHEMA_VERSION}: run the molink "
             "that wrote it, or move the file away"
         )
+
+
+def upgrade_database(connection: sqlite3.Connection, path: Path, version: int) -> None:
+    """Copy the file to ``PATH.VERSION``, then bring it to the present format, or leave it alone."""
+    copy = path.with_name(f"{path.name}.{version}")
+    copy.unlink(missing_ok=True)
+    connection.execute("VACUUM INTO ?", (str(copy),))
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        for former in range(version, SCHEMA_VERSION):
+            for statement in UPGRADES[former]:
+                connection.execute(statement)
+        connection.execute("UPDATE schema SET version = ?", (SCHEMA_VERSION,))
+        connection.execute("COMMIT")
+    except BaseException:
+        connection.execute("ROLLBACK")
+        raise
 
 
 def translate_error(error: Exception, path: Path) -> StateError:
