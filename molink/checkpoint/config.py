@@ -179,7 +179,8 @@ def _parse_max_len(fields: ConfigFields, context: int) -> tuple[int, tuple[str, 
 def _refuse_other_attention(raw: Mapping[str, Any], where: str, task: ModelTask) -> None:
     """Refuse attention to later tokens, which embedding models may have."""
     for name, causal in (("use_bidirectional_attention", False), ("is_causal", True)):
-        if raw.get(name, causal) is not causal and raw[name] is not None:
+        # Gemma 4 says so of images only.
+        if raw.get(name, causal) not in (causal, None, "vision"):
             raise UnsupportedModel(
                 f"{where}: {name} {str(raw[name])[:40]} is not supported: in molink tokens attend "
                 "to earlier ones only"

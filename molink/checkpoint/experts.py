@@ -57,7 +57,8 @@ class ExpertsConfig(Routing):
     ``gate_up`` is the up projection alone. A shared expert of ``shared_intermediate_size`` (0 =
     none; several count as one) processes all rows; with ``shared_gate`` it is weighted by a gate of
     its own. ``shared_names`` are whole names of its projections, if they don't follow from the
-    others. With a ``latent_size`` routed experts read and return latents, from and to which
+    others. If it ``is_paired``, routed and shared experts have norms of their own, and so has the
+    router. With a ``latent_size`` routed experts read and return latents, from and to which
     ``latent_names`` project.
     """
 
@@ -76,6 +77,7 @@ class ExpertsConfig(Routing):
     shared: str = "shared_experts"
     shared_gate: str | None = None
     shared_names: tuple[tuple[str, ...], str] | None = None
+    is_paired: bool = False
     latent_size: int = 0
 
     @property
@@ -238,6 +240,24 @@ def llama4_experts(fields: ConfigFields, layers: int) -> ExpertsConfig | None:
     )
     checked = _check_experts(experts, layers, fields.where)
     return checked if len(experts.dense_layers) < layers else None
+
+
+def gemma4_experts(fields: ConfigFields, layers: int) -> ExpertsConfig | None:
+    """Gemma 4: experts beside the MLP of each layer; ``None`` without ``enable_moe_block``."""
+    if not fields.get_boolean("enable_moe_block", False):
+        return None
+    inner = fields.get_integer("intermediate_size", maximum=MAX_EXPERT_SIZE)
+    experts = ExpertsConfig(
+        num_experts=fields.get_integer("num_experts", maximum=_MAX_EXPERTS),
+        top_k=fields.get_integer("top_k_experts"),
+        intermediate_size=fields.get_integer("moe_intermediate_size", maximum=MAX_EXPERT_SIZE),
+        renormalize=True,
+        gate="router.proj",
+        shared_intermediate_size=inner,
+        shared_names=(("mlp.gate_proj", "mlp.up_proj"), "mlp.down_proj"),
+        is_paired=True,
+    )
+    return _check_experts(experts, layers, fields.where)
 
 
 def gpt_oss_experts(fields: ConfigFields, layers: int) -> ExpertsConfig:

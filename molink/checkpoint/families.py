@@ -39,19 +39,21 @@ Supported ``architectures``:
 - ``HunYuanDenseV1ForCausalLM``, ``HunYuanMoEV1ForCausalLM``: norms of rotated queries and keys
 - ``Gemma2ForCausalLM``, ``Gemma3ForCausalLM``: four norms a layer, soft-capped scores, separate
   RoPE for sliding-window layers
+- ``Gemma4ForCausalLM``: the same with other heads in layers without windows, and experts beside an
+  MLP
 - the text models of the multimodal ones in :mod:`molink.checkpoint.multimodal`
 
-Only this module, :mod:`molink.checkpoint.family_traits` and :mod:`molink.checkpoint.mixture_traits`
-know families.
+Only this module, :mod:`molink.checkpoint.family_traits`, :mod:`molink.checkpoint.gemma4_traits` and
+:mod:`molink.checkpoint.mixture_traits` know families.
 """
 
 from collections.abc import Callable
 from typing import Any, Literal
 
-from molink.checkpoint import family_traits, mixture_traits
+from molink.checkpoint import family_traits, gemma4_traits, mixture_traits
 from molink.checkpoint.config_fields import ConfigFields
 from molink.checkpoint.rope import check_rope
-from molink.checkpoint.traits import FamilyTraits
+from molink.checkpoint.traits import FamilyTraits, HeadShape
 from molink.errors import BrokenModel
 
 Family = Literal[
@@ -104,6 +106,7 @@ Family = Literal[
     "llama4_text",
     "deepseek_v32",
     "glm_moe_dsa",
+    "gemma4_text",
 ]
 
 #: ``architectures`` entry → family, which is also its ``model_type``.
@@ -131,6 +134,7 @@ ARCHITECTURES: dict[str, Family] = {
     "Qwen3_5MoeForCausalLM": "qwen3_5_moe_text",
     "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3_text",
+    "Gemma4ForCausalLM": "gemma4_text",
     "Qwen2MoeForCausalLM": "qwen2_moe",
     "GlmForCausalLM": "glm",
     "Glm4ForCausalLM": "glm4",
@@ -306,6 +310,19 @@ CONFIG_DEFAULTS: dict[Family, dict[str, Any]] = {
         },
         "sliding_window": 128,
     },
+    "gemma4_text": {
+        "head_dim": 256,
+        "sliding_window": 512,
+        "num_key_value_heads": 4,
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "proportional",
+                "rope_theta": 1e6,
+                "partial_rotary_factor": 0.25,
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    },
     "gemma3_text": {
         "vocab_size": 262_208,
         "hidden_size": 2304,
@@ -366,6 +383,7 @@ _FAMILIES: dict[Family, Callable[[ConfigFields, int], FamilyTraits]] = {
     "olmo_hybrid": family_traits.olmo_hybrid,
     "gemma2": family_traits.gemma2,
     "gemma3_text": family_traits.gemma3,
+    "gemma4_text": gemma4_traits.gemma4,
 }
 _MAX_HEAD_DIM = 1024
 
@@ -378,20 +396,20 @@ def parse_traits(family: Family, fields: ConfigFields, layers: int) -> FamilyTra
         BrokenModel: a field is missing or invalid.
     """
     traits = _FAMILIES[family](fields, layers)
-    _check_heads(traits, fields.where)
-    for rope in (traits.rope, traits.sliding_rope):
-        if rope is not None:
-            check_rope(rope, traits.head_dim, fields.where)
+    for shape in filter(None, (HeadShape(traits.kv_heads, traits.head_dim), traits.full_heads)):
+        _check_heads(traits.heads, shape, fields.where)
+    for rope, head_dim in zip(traits.rope_configs, traits.rope_head_dims, strict=True):
+        check_rope(rope, head_dim, fields.where)
     return traits
 
 
-def _check_heads(traits: FamilyTraits, where: str) -> None:
-    if traits.heads % traits.kv_heads:
+def _check_heads(heads: int, shape: HeadShape, where: str) -> None:
+    if heads % shape.kv_heads:
         raise BrokenModel(
-            f"{where}: num_attention_heads {traits.heads} is not a multiple of num_key_value_heads "
-            f"{traits.kv_heads}"
+            f"{where}: num_attention_heads {heads} is not a multiple of num_key_value_heads "
+            f"{shape.kv_heads}"
         )
-    if traits.head_dim % 2 or traits.head_dim > _MAX_HEAD_DIM:
+    if shape.head_dim % 2 or shape.head_dim > _MAX_HEAD_DIM:
         raise BrokenModel(
-            f"{where}: head_dim {traits.head_dim} must be even and at most {_MAX_HEAD_DIM}"
+            f"{where}: head_dim {shape.head_dim} must be even and at most {_MAX_HEAD_DIM}"
         )

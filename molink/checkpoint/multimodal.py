@@ -17,6 +17,7 @@ TEXT_MODELS = {
     "AyaVisionForConditionalGeneration": "cohere2",
     "Cohere2VisionForConditionalGeneration": "cohere2",
     "Gemma3ForConditionalGeneration": "gemma3_text",
+    "Gemma4ForConditionalGeneration": "gemma4_text",
     "Idefics3ForConditionalGeneration": "llama",
     "Llama4ForConditionalGeneration": "llama4_text",
     "Mistral3ForConditionalGeneration": "mistral",
@@ -61,6 +62,8 @@ _MIXER_MODULES = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "o_proj"), "self_attn"),
     **dict.fromkeys(("in_proj", "conv1d", "A_log", "D", "dt_bias", "norm", "out_proj"), "mamba"),
 }
+#: Gemma 4's experts, which are no part of a layer's MLP there.
+_EXPERT_MODULE = re.compile(r"(model\.layers\.\d+)\.(?=(?:router|experts)\.)")
 #: Norms of OLMo Hybrid's recurrent layers.
 _OLMO_NORMS = {
     "attention_layer_norm": "input_layernorm",
@@ -75,7 +78,7 @@ _VISION_PREFIXES = tuple(
     for outer in ("", "model.")
     for part in (
         *("vision_tower", "vision_model", "visual", "multi_modal_projector", "connector"),
-        "embed_tokens_extend",
+        *("embed_tokens_extend", "audio_tower", "embed_vision", "embed_audio"),
     )
 )
 #: Phi-4-multimodal as released: adapters for images and speech, and the weights that they adapt.
@@ -129,6 +132,7 @@ def _text_name(name: str) -> str:
     begun = next((begin for begin in _TEXT_PREFIXES if name.startswith(begin)), None)
     if begun is not None:
         name = _TEXT_PREFIXES[begun] + name.removeprefix(begun)
+    name = _EXPERT_MODULE.sub(r"\1.mlp.", name)
     name = _OLMO_NORM.sub(lambda found: _OLMO_NORMS[found[1]], name)
     match = _MIXER_NAME.fullmatch(name)
     return f"{match[1]}.{_MIXER_MODULES.get(match[3], 'mlp')}.{match[2]}" if match else name

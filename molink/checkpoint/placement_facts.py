@@ -43,7 +43,8 @@ def model_facts(
     layers = [layer_tensors(config, layer) for layer in typical_layers or range(config.layers)]
     projections = [_quantizable_weights(shapes) for shapes in layers]
     inner = max(_mlp_width(config, shapes) for shapes in projections)
-    keys = config.kv_heads * config.head_dim
+    shapes = [config.head_shape(layer) for layer in range(config.layers)]
+    keys = max(shape.kv_heads * shape.head_dim for shape in shapes)
     return ModelFacts(
         name=name,
         layers=config.layers,
@@ -51,7 +52,8 @@ def model_facts(
         first_bytes=_count_elements(first_stage_tensors(config)) * size,
         last_bytes=_count_elements(last_stage_tensors(config)) * size,
         kv_bytes=config.kv_kinds * keys * size,
-        int8_kv_bytes=config.kv_kinds * config.kv_heads * (config.head_dim + KV_SCALE_BYTES),
+        int8_kv_bytes=config.kv_kinds
+        * max(shape.kv_heads * (shape.head_dim + KV_SCALE_BYTES) for shape in shapes),
         recurrent_layers=tuple(sorted(config.recurrent_layers)),
         mlp_layers=tuple(sorted(config.mlp_layers or ())),
         parallel_states=config.parallel_states,
@@ -68,7 +70,9 @@ def model_facts(
         row_elements=_row_elements(config, inner),
         hidden=config.hidden_size,
         score_heads=config.heads if config.attention_softcap or config.sinks else 0,
-        large_heads=config.heads if config.head_dim > MAX_KERNEL_HEAD_DIM else 0,
+        large_heads=config.heads
+        if max(shape.head_dim for shape in shapes) > MAX_KERNEL_HEAD_DIM
+        else 0,
         vocabulary=config.vocab_size,
         tied=config.tied_embeddings,
         quantized=config.quantized,
@@ -174,7 +178,8 @@ def _mlp_width(config: ModelConfig, projections: TensorShapes) -> int:
 def _widest_mixer(config: ModelConfig, layers: Sequence[TensorShapes]) -> int:
     """Elements of the largest projection before an MLP, of which the row's are merged."""
     recurrent = () if config.recurrent is None else config.recurrent.projections
-    together = (*attention_projections(config), *recurrent)
+    named = (attention_projections(config, layer) for layer in range(config.layers))
+    together = (*max(named, key=len), *recurrent)
     widest = 0
     for projections in layers:
         found = {name: prod(shape) for name, shape in projections.items() if _MIXER.search(name)}
@@ -193,7 +198,10 @@ def _row_elements(config: ModelConfig, inner: int) -> int:
     their merged copy. A GPU may hold those of all chosen experts at once. Gates of heads are there
     twice, too, and what attention gave is there while an MLP beside it runs.
     """
-    queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    shapes = {config.head_shape(layer) for layer in range(config.layers)}
+    head_dim = max(shape.head_dim for shape in shapes)
+    queries = config.heads * head_dim
+    keys = max(shape.kv_heads * shape.head_dim for shape in shapes)
     attended = 2 * (queries + 2 * keys) + 2 * queries * (1 + config.gated_heads)
     gated, experts = 3 * inner, config.experts
     if experts is not None:
@@ -207,7 +215,7 @@ def _row_elements(config: ModelConfig, inner: int) -> int:
         # What attention gave is there while states are updated.
         recurrent += config.hidden_size
     widest = max(gated, attended, recurrent)
-    return (4 + config.parallel_mlp) * config.hidden_size + 4 * config.head_dim + widest
+    return (4 + config.parallel_mlp) * config.hidden_size + 4 * head_dim + widest
 
 
 def _recurrent_row_elements(config: ModelConfig) -> int:

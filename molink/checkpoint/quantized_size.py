@@ -19,6 +19,7 @@ ROUTER_SUFFIXES = (
     ".gate.wg.weight",
     ".router.weight",
     ".router.layer.weight",
+    ".router.proj.weight",
     ".shared_expert_gate.weight",
     # Chooses positions instead of experts.
     ".indexer.weights_proj.weight",

@@ -13,7 +13,7 @@ from typing import Any, Literal, cast, get_args
 from molink.checkpoint.config_fields import ConfigFields
 from molink.errors import BrokenModel, UnsupportedModel
 
-RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
+RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional"]
 
 DEFAULT_THETA = 10_000.0
 #: A part of a head that is no binary fraction times its dimensions may be less than a whole number.
@@ -28,7 +28,8 @@ class RopeConfig:
 
     ``original_context`` is the trained length in tokens: for ``dynamic`` always
     ``max_position_embeddings``, as in transformers. ``partial_rotary_factor`` is the rotated part
-    of a head, its first dimensions.
+    of a head, its first dimensions; those of ``proportional`` are the first of each half, with the
+    frequencies that all would have.
     """
 
     theta: float = DEFAULT_THETA
@@ -51,7 +52,9 @@ class RopeConfig:
     partial_rotary_factor: float = 1.0
 
     def rotary_dim(self, head_dim: int) -> int:
-        """Number of rotated dimensions of a head."""
+        """Number of dimensions of a head that have angles."""
+        if self.kind == "proportional":
+            return head_dim
         return int(head_dim * self.partial_rotary_factor + _ROUNDING)
 
     @property
@@ -195,7 +198,7 @@ def _parse_scaling(
     )
     if not 0 < partial <= 1:
         raise BrokenModel(f"{where}: partial_rotary_factor {partial} is not in 0 … 1")
-    if partial != 1.0 and not defaults.allows_partial:
+    if partial != 1.0 and not (defaults.allows_partial or kind == "proportional"):
         raise UnsupportedModel(f"{where}: partial_rotary_factor {partial} is not supported")
     theta = fields.get_number("rope_theta", outer.get_number("rope_theta", defaults.theta))
     if theta <= 1.0:
@@ -228,7 +231,7 @@ def _scale_rope(
     implied = positions / original if plain.kind == "yarn" else None
     rope = replace(
         plain,
-        factor=fields.get_number("factor", implied),
+        factor=fields.get_number("factor", 1.0 if plain.kind == "proportional" else implied),
         original_context=original,
         low_freq_factor=fields.get_number("low_freq_factor", 1.0),
         high_freq_factor=fields.get_number("high_freq_factor", 4.0),

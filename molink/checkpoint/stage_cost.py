@@ -31,20 +31,30 @@ class StageCost:
         elements = [self._matrix_elements(layer) for layer in range(*self.layers)]
         share = sum(active for _, active in elements) / max(1, sum(every for every, _ in elements))
         weights = max(0, self.weight_bytes - held * table) * share + table * self._has_output_head
-        head = self.config.head_dim * element
-        if self.kv_cache_dtype == "int8":
-            head = self.config.head_dim + KV_SCALE_BYTES
-        kept = self.config.kv_kinds * self.config.kv_heads * head
         # Read and written.
         states = 2 * self._state_elements * DTYPE_SIZES["f32"]
-        return int(weights) + kept * self._attended_positions(context) + states
+        kept = sum(
+            positions * self._position_bytes(layer, element)
+            for layer, positions in self._attended_positions(context).items()
+        )
+        return int(weights) + kept + states
+
+    def _position_bytes(self, layer: int, element: int) -> int:
+        """Bytes of a position's keys and values in a layer."""
+        shape = self.config.head_shape(layer)
+        head = shape.head_dim * element
+        if self.kv_cache_dtype == "int8":
+            head = shape.head_dim + KV_SCALE_BYTES
+        return self.config.kv_kinds * shape.kv_heads * head
 
     def prefill_flops(self, rows: int) -> int:
         """Operations of a prompt's first chunk of ``rows`` rows; only its last row is sampled."""
         products = rows * sum(self._matrix_elements(layer)[1] for layer in range(*self.layers))
         products += self._table_elements * self._has_output_head
-        pairs = sum(self._attended_positions(row) for row in range(1, rows + 1))
-        products += 2 * self.config.heads * self.config.head_dim * pairs
+        for row in range(1, rows + 1):
+            for layer, positions in self._attended_positions(row).items():
+                size = self.config.head_shape(layer).head_dim
+                products += 2 * self.config.heads * size * positions
         # Fading, reading for the key, correcting, and reading for the query.
         products += 4 * rows * self._state_elements
         return _FLOPS_PER_MULTIPLY_ADD * products
@@ -62,14 +72,14 @@ class StageCost:
         """Elements of the embedding, and of the output head."""
         return self.config.vocab_size * self.config.hidden_size
 
-    def _attended_positions(self, context: int) -> int:
-        """Positions that a row attends to, summed over layers."""
+    def _attended_positions(self, context: int) -> dict[int, int]:
+        """Positions that a row attends to, by layer."""
         windows = self.config.windows
-        return sum(
-            min(context, windows[layer]) if windows[layer] else context
+        return {
+            layer: min(context, windows[layer]) if windows[layer] else context
             for layer in range(*self.layers)
             if self.config.has_attention(layer)
-        )
+        }
 
     @property
     def _state_elements(self) -> int:

@@ -12,6 +12,16 @@ FINAL_NORM_NAME = "model.norm"
 OUTPUT_HEAD_NAME = "lm_head.weight"
 OUTPUT_BIAS_NAME = "lm_head.bias"
 SINKS_NAME = "self_attn.sinks"
+LAYER_SCALE_NAME = "layer_scalar"
+#: Norms around an MLP and experts beside each other: before and after each.
+PAIRED_NORMS = (
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm_1",
+    "pre_feedforward_layernorm_2",
+    "post_feedforward_layernorm_2",
+)
+#: Weights of a router's norm, and factors of its experts' weights.
+ROUTER_SCALE_NAME, EXPERT_SCALES_NAME = "mlp.router.scale", "mlp.router.per_expert_scale"
 #: Latent attention: norms of latents, and projections from these.
 QUERY_NORM_NAME, KEY_NORM_NAME = "self_attn.q_a_layernorm", "self_attn.kv_a_layernorm"
 QUERY_NAME, KEY_VALUE_NAME = "self_attn.q_b_proj", "self_attn.kv_b_proj"
@@ -60,7 +70,7 @@ def adaptable_projections(config: ModelConfig, layer: int) -> dict[str, tuple[in
     if config.output_factors is not None:
         return {}
     if config.has_attention(layer) and config.latent is None:
-        found |= _attention_tensors(config)
+        found |= _attention_tensors(config, layer)
     if config.has_mlp(layer) and config.layer_experts(layer) is None:
         found |= _mlp_tensors(config)
     return {name: shape for name, (shape, _) in found.items()}
@@ -85,11 +95,12 @@ def _adapter_tensors(config: ModelConfig, layer: int) -> TensorShapes:
     return shapes
 
 
-def attention_projections(config: ModelConfig) -> tuple[str, ...]:
-    """Names of the projections of a row, in their order: q, k and v, or to latents."""
+def attention_projections(config: ModelConfig, layer: int) -> tuple[str, ...]:
+    """Names of a layer's projections of a row, in their order: q, k and v, or to latents."""
     if config.latent is not None:
         return latent_projections(config.latent)
-    names = ("qkv",) if config.merged_qkv else ("q", "k", "v")
+    names: tuple[str, ...] = ("qkv",) if config.merged_qkv else ("q", "k", "v")
+    names = names[:2] if config.keys_are_values(layer) else names
     return tuple(f"self_attn.{name}_proj" for name in names)
 
 
@@ -117,10 +128,21 @@ def _small_tensors(config: ModelConfig, layer: int) -> TensorShapes:
     shapes: TensorShapes = {}
     for name in config.layer_norms(layer).present_names:
         shapes |= _norm_tensors(config, name)
+    if config.scaled_layers:
+        shapes[LAYER_SCALE_NAME] = (1,)
+    experts = config.layer_experts(layer)
+    if experts is not None and experts.is_paired:
+        for name in PAIRED_NORMS:
+            shapes |= _norm_tensors(config, name)
+        shapes[ROUTER_SCALE_NAME] = (config.hidden_size,)
+        shapes[EXPERT_SCALES_NAME] = (experts.num_experts,)
     if config.recurrent is not None and layer in config.recurrent_layers:
         shapes |= config.recurrent.small_tensors
-    if not config.has_attention(layer):
-        return shapes
+    return shapes | (_small_attention_tensors(config, layer) if config.has_attention(layer) else {})
+
+
+def _small_attention_tensors(config: ModelConfig, layer: int) -> TensorShapes:
+    shapes: TensorShapes = {}
     if config.sinks:
         shapes[SINKS_NAME] = (config.heads,)
     if config.latent is not None:
@@ -131,8 +153,9 @@ def _small_tensors(config: ModelConfig, layer: int) -> TensorShapes:
             for kind in ("weight", "bias"):
                 shapes[f"{INDEX_NORM_NAME}.{kind}"] = (config.latent.index.dim,)
     if config.qk_norm not in ("none", "each unweighted head"):
-        for name, heads in zip(config.qk_norm_names, (config.heads, config.kv_heads), strict=True):
-            shapes[f"self_attn.{name}.weight"] = _head_norm_shape(config, heads)
+        both = config.heads, config.head_shape(layer).kv_heads
+        for name, heads in zip(config.qk_norm_names, both, strict=True):
+            shapes[f"self_attn.{name}.weight"] = _head_norm_shape(config, layer, heads)
     return shapes
 
 
@@ -142,13 +165,14 @@ def _norm_tensors(config: ModelConfig, name: str) -> TensorShapes:
     return dict.fromkeys((f"{name}.{kind}" for kind in kinds), (config.hidden_size,))
 
 
-def _head_norm_shape(config: ModelConfig, heads: int) -> tuple[int, ...]:
+def _head_norm_shape(config: ModelConfig, layer: int, heads: int) -> tuple[int, ...]:
+    head_dim = config.head_shape(layer).head_dim
     match config.qk_norm:
         case "all heads":
-            return (config.head_dim * heads,)
+            return (head_dim * heads,)
         case "each centered head":
-            return heads, config.head_dim
-    return (config.head_dim,)
+            return heads, head_dim
+    return (head_dim,)
 
 
 def _mixer_tensors(config: ModelConfig, layer: int) -> _Projections:
@@ -156,7 +180,7 @@ def _mixer_tensors(config: ModelConfig, layer: int) -> _Projections:
     made: _Projections = {}
     if config.recurrent is not None and layer in config.recurrent_layers:
         made = _recurrent_tensors(config.recurrent, config.hidden_size)
-    return made | (_attention_tensors(config) if config.has_attention(layer) else {})
+    return made | (_attention_tensors(config, layer) if config.has_attention(layer) else {})
 
 
 def _recurrent_tensors(shape: RecurrentShape, hidden: int) -> _Projections:
@@ -168,14 +192,15 @@ def _recurrent_tensors(shape: RecurrentShape, hidden: int) -> _Projections:
     return made | {output: ((hidden, inputs), shape.is_biased)}
 
 
-def _attention_tensors(config: ModelConfig) -> _Projections:
+def _attention_tensors(config: ModelConfig, layer: int) -> _Projections:
     hidden, biased = config.hidden_size, config.attention_bias
     if config.latent is not None:
         return _latent_tensors(config, config.latent)
-    heads, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    shape = config.head_shape(layer)
+    heads, keys = config.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     queries = 2 * heads if config.gated_heads else heads
-    rows = (queries + 2 * keys,) if config.merged_qkv else (queries, keys, keys)
-    names = attention_projections(config)
+    names = attention_projections(config, layer)
+    rows = [queries + 2 * keys] if config.merged_qkv else [queries, keys, keys][: len(names)]
     made: _Projections = {
         name: ((count, hidden), biased) for name, count in zip(names, rows, strict=True)
     }

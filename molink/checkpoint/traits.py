@@ -45,6 +45,14 @@ class LayerNorms:
 
 
 @dataclass(frozen=True, slots=True)
+class HeadShape:
+    """Heads of keys and values, and the dimensions of each head."""
+
+    kv_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True, slots=True)
 class MlpNames:
     """Names of a plain MLP and of its projections."""
 
@@ -123,6 +131,10 @@ class FamilyTraits:
     each query head has a learned score that takes part in the softmax only. ``attention_softcap``
     and ``final_softcap`` bound scores and logits to ``cap * tanh(x / cap)``; 0 = unbounded.
 
+    Layers without a window may have other ``full_heads`` than ``kv_heads`` and ``head_dim`` say,
+    and keys as their values with ``full_keys_are_values``. With ``normed_values`` values have a
+    norm without weights.
+
     With ``latent`` a stage attends in latent space: each query head is projected to it, and there
     is one key of :attr:`LatentShape.head_dim` numbers, which serves as the value, too. With
     ``gated_heads`` the query projection has a gate behind each head's query, whose sigmoid weighs
@@ -135,7 +147,8 @@ class FamilyTraits:
 
     Layers: with ``parallel_mlp`` attention and MLP have one norm before them, and their results are
     added. ``activation_limit`` belongs to ``clamped_swiglu``. ``norm_offset`` is added to all norm
-    weights. ``residual_scale`` multiplies outputs of attention and MLP. ``merged_qkv`` and
+    weights. ``residual_scale`` multiplies outputs of attention and MLP; with ``scaled_layers`` a
+    learned number multiplies what a layer returns. ``merged_qkv`` and
     ``merged_gate_up`` mean single tensors in the checkpoint. ``output_name`` is that of
     attention's projection to rows. ``experts`` replace the MLP in some or all layers. A checkpoint
     may hold ``unread_layers`` after the last, for multi-token prediction.
@@ -151,6 +164,9 @@ class FamilyTraits:
     windows: tuple[int, ...]
     rope: RopeConfig
     chunked_windows: bool = False
+    full_heads: HeadShape | None = None
+    full_keys_are_values: bool = False
+    normed_values: bool = False
     sliding_rope: RopeConfig | None = None
     unrotated_layers: frozenset[int] = frozenset()
     interleaved_rope: bool = False
@@ -160,6 +176,7 @@ class FamilyTraits:
     final_softcap: float = 0.0
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
+    scaled_layers: bool = False
     logit_scale: float = 1.0
     activation: Activation = "silu"
     activation_limit: float = 0.0
@@ -189,6 +206,16 @@ class FamilyTraits:
     experts: ExpertsConfig | None = None
     unread_layers: int = 0
 
+    def head_shape(self, layer: int) -> HeadShape:
+        """A layer's heads of keys and values."""
+        if self.full_heads is None or self.windows[layer]:
+            return HeadShape(self.kv_heads, self.head_dim)
+        return self.full_heads
+
+    def keys_are_values(self, layer: int) -> bool:
+        """Whether a layer's values are its keys before their norm and rotation."""
+        return self.full_keys_are_values and not self.windows[layer]
+
     @property
     def groups(self) -> int:
         """Query heads per key-value head."""
@@ -203,6 +230,12 @@ class FamilyTraits:
     def rope_configs(self) -> tuple[RopeConfig, ...]:
         """Distinct ropes of the layers; see :meth:`rope_index`."""
         return (self.rope,) if self.sliding_rope is None else (self.rope, self.sliding_rope)
+
+    @property
+    def rope_head_dims(self) -> tuple[int, ...]:
+        """Dimensions of the heads that each of ``rope_configs`` rotates."""
+        full = self.head_dim if self.full_heads is None else self.full_heads.head_dim
+        return (full,) if self.sliding_rope is None else (full, self.head_dim)
 
     def rope_index(self, layer: int) -> int | None:
         """Index of a layer's rope in ``rope_configs``; ``None`` without RoPE."""

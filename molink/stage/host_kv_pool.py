@@ -5,7 +5,7 @@ block in flight waits for it, on the device. On a CPU blocks are copied synchron
 """
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from molink.errors import InvariantError
-from molink.stage.kv_pool import KVPool
+from molink.stage.mixed_kv_pool import AnyKVPool
 
 #: Bytes of a host allocation. Torch rounds pinned memory up to a power of two.
 _SLAB_BYTES = 1 << 28
@@ -32,7 +32,7 @@ class _PendingCopy:
 class HostKVPool:
     """Host memory for ``blocks`` KV blocks; all stages use the same block ids."""
 
-    def __init__(self, pool: KVPool, blocks: int, device: torch.device) -> None:
+    def __init__(self, pool: AnyKVPool, blocks: int, device: torch.device) -> None:
         """Allocate lazily zeroed memory; on a CPU only used blocks take physical memory.
 
         Raises:
@@ -42,14 +42,19 @@ class HostKVPool:
         self._device = device
         self.blocks = blocks
         pinned = device.type == "cuda"
-        shape, dtype = pool.block_view(0).shape, pool.block_view(0).dtype
-        self._blocks_per_slab = max(1, _SLAB_BYTES // max(1, shape.numel() * dtype.itemsize))
+        views = [part.block_view(0) for part in pool.parts]
+        self._blocks_per_slab = max(1, _SLAB_BYTES // max(1, *(view.nbytes for view in views)))
         counts = [
             min(self._blocks_per_slab, blocks - first)
             for first in range(0, blocks, self._blocks_per_slab)
         ]
+        #: Memory of each part of the pool.
         self._slabs = [
-            torch.empty((count, *shape), dtype=dtype, pin_memory=pinned) for count in counts
+            [
+                torch.empty((count, *view.shape), dtype=view.dtype, pin_memory=pinned)
+                for count in counts
+            ]
+            for view in views
         ]
         self._stream = _stream_for(device) if pinned else None
         self._pending: list[_PendingCopy] = []
@@ -65,8 +70,7 @@ class HostKVPool:
         self._check_ids(blocks, hosts)
         self._filled_hosts.difference_update(hosts)
         self._copy_pairs(
-            [(self._block_view(h), self._pool.block_view(b)) for b, h in _zip_ids(blocks, hosts)],
-            blocks,
+            [(host, pooled) for pooled, host in self._view_pairs(blocks, hosts)], blocks
         )
         self._filled_hosts.update(hosts)
 
@@ -80,10 +84,7 @@ class HostKVPool:
         if not self._filled_hosts.issuperset(hosts):
             raise InvariantError("swapped-in blocks were never copied to host memory")
         self._filled_hosts.difference_update(hosts)
-        self._copy_pairs(
-            [(self._pool.block_view(b), self._block_view(h)) for b, h in _zip_ids(blocks, hosts)],
-            blocks,
-        )
+        self._copy_pairs(list(self._view_pairs(blocks, hosts)), blocks)
 
     def wait_for_copies(self, tables: Iterable[Sequence[int]]) -> None:
         """Make later launches wait for pending copies of blocks in ``tables``."""
@@ -123,8 +124,14 @@ class HostKVPool:
                 target.copy_(source, non_blocking=True)
         self._pending.append(_PendingCopy(frozenset(blocks), self._stream.record_event()))
 
-    def _block_view(self, host: int) -> Tensor:
-        return self._slabs[host // self._blocks_per_slab][host % self._blocks_per_slab]
+    def _view_pairs(
+        self, blocks: Sequence[int], hosts: Sequence[int]
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Memory of blocks in the pool, and of those in host memory."""
+        for part, slabs in zip(self._pool.parts, self._slabs, strict=True):
+            for block, host in zip(blocks, hosts, strict=True):
+                slab, index = divmod(host, self._blocks_per_slab)
+                yield part.block_view(block), slabs[slab][index]
 
     def _check_ids(self, blocks: Sequence[int], hosts: Sequence[int]) -> None:
         ranges = ((blocks, self._pool.blocks), (hosts, self.blocks))
@@ -140,7 +147,3 @@ def _stream_for(device: torch.device) -> torch.cuda.Stream:
 
 def _is_done(copying: _PendingCopy) -> bool:
     return bool(copying.done.query())  # type: ignore[no-untyped-call]
-
-
-def _zip_ids(blocks: Sequence[int], hosts: Sequence[int]) -> Iterable[tuple[int, int]]:
-    return zip(blocks, hosts, strict=True)

@@ -11,26 +11,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from molink.checkpoint.config import ModelConfig
 from molink.errors import InvariantError
 from molink.facts.model import KVCacheDType
 from molink.stage.batch import SequenceRows
 from molink.stage.device_copy import upload_integers
 from molink.stage.kv_quantizer import SCALE_DTYPE, dequantize_rows, quantize_rows
-
-
-def block_bytes(
-    config: ModelConfig,
-    layers: int,
-    block_size: int,
-    dtype: torch.dtype,
-    kv_cache_dtype: KVCacheDType = "auto",
-) -> int:
-    """Bytes of one KV block over ``layers`` layers, scales included."""
-    head = block_size * config.head_dim * dtype.itemsize
-    if kv_cache_dtype == "int8":
-        head = _align_scales(block_size * config.head_dim) + block_size * SCALE_DTYPE.itemsize
-    return config.kv_kinds * layers * config.kv_heads * head
 
 
 class KVShape(Protocol):
@@ -47,6 +32,20 @@ class KVShape(Protocol):
     @property
     def kv_kinds(self) -> int:
         """2, keys and values, or 1 if keys serve as values."""
+
+
+def block_bytes(
+    shape: KVShape,
+    layers: int,
+    block_size: int,
+    dtype: torch.dtype,
+    kv_cache_dtype: KVCacheDType = "auto",
+) -> int:
+    """Bytes of one KV block over ``layers`` layers, scales included."""
+    head = block_size * shape.head_dim * dtype.itemsize
+    if kv_cache_dtype == "int8":
+        head = _align_scales(block_size * shape.head_dim) + block_size * SCALE_DTYPE.itemsize
+    return shape.kv_kinds * layers * shape.kv_heads * head
 
 
 class KVPool:
@@ -112,6 +111,15 @@ class KVPool:
             self._slots = self._storage.view(shape).unbind(0)
         if with_padding:
             self.zero_blocks((blocks,))
+
+    @property
+    def parts(self) -> "tuple[KVPool, ...]":
+        """Itself; see :class:`~molink.stage.mixed_kv_pool.MixedKVPool`."""
+        return (self,)
+
+    def locate_layer(self, layer: int) -> "tuple[KVPool, int]":
+        """The pool of a layer, and its index there."""
+        return self, layer
 
     def write_rows(self, layer: int, slots: Tensor, rows: Tensor) -> None:
         """Store keys and values ``[T, 2, kv_heads, head_dim]`` at ``slots`` (int64 ``[T]``)."""

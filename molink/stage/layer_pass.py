@@ -16,8 +16,8 @@ from molink.stage.decoder.mixer import ForwardContext, StateContext
 from molink.stage.decoder.query_scale import QueryScales
 from molink.stage.decoder.rotary import Rope
 from molink.stage.device_copy import upload_integers, upload_tensor
-from molink.stage.kv_pool import KVPool
 from molink.stage.linear import group_by_adapter
+from molink.stage.mixed_kv_pool import AnyKVPool
 from molink.stage.state_pool import StatePool
 from molink.stage.torch_dtypes import residual_dtype
 
@@ -41,12 +41,13 @@ def create_ropes(
     config: ModelConfig, dtype: torch.dtype, device: torch.device
 ) -> tuple[Rope | QueryScales, ...]:
     """A model's ropes, and behind them that of index queries and factors of its queries, if any."""
-    kinds = [(rope, config.interleaved_rope) for rope in config.rope_configs]
+    kinds = [
+        (rope, size, config.interleaved_rope)
+        for rope, size in zip(config.rope_configs, config.rope_head_dims, strict=True)
+    ]
     if config.latent is not None and config.latent.index is not None:
-        kinds.append((config.rope, config.latent.index.interleaved))
-    ropes = tuple(
-        Rope(rope, config.head_dim, dtype, device, interleaved) for rope, interleaved in kinds
-    )
+        kinds.append((config.rope, config.head_dim, config.latent.index.interleaved))
+    ropes = tuple(Rope(rope, size, dtype, device, interleaved) for rope, size, interleaved in kinds)
     scaling = config.query_scaling
     return ropes if scaling is None else (*ropes, QueryScales(scaling, dtype, device))
 
@@ -59,7 +60,7 @@ class LayerPass:
     """
 
     decoder: Decoder
-    pool: KVPool
+    pool: AnyKVPool
     attention: AttentionBackend
     ropes: tuple[Rope | QueryScales, ...]
     dtype: torch.dtype

@@ -25,6 +25,7 @@ from molink.facts.kernels import INTEGER_KERNELS
 from molink.facts.model import KVCacheDType, LayerRange, Quantize
 from molink.stage.attention.base import AttentionBackend, AttentionShape, BackendName
 from molink.stage.attention.create import create_attention
+from molink.stage.attention.mixed import MixedAttention
 from molink.stage.batch import StageInput, StageOutput
 from molink.stage.decoder.block import HostExperts
 from molink.stage.decoder.decoder import Decoder, HeldWeights, load_decoder
@@ -34,7 +35,9 @@ from molink.stage.graphs.capture import CudaGraphCapturer
 from molink.stage.graphs.decode_graphs import DecodeGraphs
 from molink.stage.host_kv_pool import HostKVPool
 from molink.stage.kv_pool import KVPool, block_bytes
+from molink.stage.layer_heads import LayerHeads
 from molink.stage.layer_pass import LayerPass, LocatedRows, create_ropes
+from molink.stage.mixed_kv_pool import AnyKVPool, MixedKVPool
 from molink.stage.state_pool import StatePool, slot_bytes
 from molink.stage.torch_dtypes import TORCH_DTYPES, choose_dtype, choose_wire_dtype
 from molink.stage.weights.weight_reader import WeightReader
@@ -76,7 +79,8 @@ class Stage:
         self._attentions: dict[int, AttentionBackend] = {}
         with torch.inference_mode():
             self._ropes = create_ropes(config, self._dtype, device)
-        self._pool: KVPool | None = None
+        self._heads = LayerHeads.from_config(config, layers)
+        self._pool: AnyKVPool | None = None
         self._layer_pass: LayerPass | None = None
         self._graphs: DecodeGraphs | None = None
         self._host_pool: HostKVPool | None = None
@@ -195,8 +199,11 @@ class Stage:
 
     def block_bytes(self, block_size: int) -> int:
         """Bytes of one KV block over this stage's layers."""
-        layers = self.config.count_attention(self.layers)
-        return block_bytes(self.config, layers, block_size, self._dtype, self.kv_cache_dtype)
+        given = block_size, self._dtype, self.kv_cache_dtype
+        return sum(
+            block_bytes(shape, self._heads.count_layers(kind), *given)
+            for kind, shape in enumerate(self._attention_shapes)
+        )
 
     @property
     def state_bytes(self) -> int:
@@ -386,12 +393,27 @@ class Stage:
         shape, layers = self.config.recurrent, self._num_recurrent
         return None if shape is None else StatePool(shape, layers, slots, self.device)
 
+    @property
+    def _attention_shapes(self) -> list[AttentionShape]:
+        """Attention of the layers of each kind of heads."""
+        given = self.config, self.layers, self.kv_cache_dtype
+        return [AttentionShape.from_config(*given, heads) for heads in self._heads.kinds]
+
     @torch.inference_mode()
-    def _create_pool(self, blocks: int, block_size: int) -> KVPool:
-        layers = self.config.count_attention(self.layers)
+    def _create_pool(self, blocks: int, block_size: int) -> AnyKVPool:
+        heads = self._heads
+        parts = [
+            self._create_part(shape, heads.count_layers(kind), blocks, block_size)
+            for kind, shape in enumerate(self._attention_shapes)
+        ]
+        return parts[0] if len(parts) == 1 else MixedKVPool(parts, heads.places)
+
+    def _create_part(
+        self, shape: AttentionShape, layers: int, blocks: int, block_size: int
+    ) -> KVPool:
         padding = self._may_have_graphs
         return KVPool(
-            self.config,
+            shape,
             layers,
             blocks,
             block_size,
@@ -440,14 +462,19 @@ class Stage:
     def _attention_backend(self, block_size: int) -> AttentionBackend:
         """Return the backend for a block size."""
         if block_size not in self._attentions:
-            shape = AttentionShape.from_config(self.config, self.layers, self.kv_cache_dtype)
-            self._attentions[block_size] = create_attention(
-                self._backend_name,
-                shape,
-                block_size,
-                self._dtype,
-                self.device,
-                self.disabled_kernels,
+            parts = [
+                create_attention(
+                    self._backend_name,
+                    shape,
+                    block_size,
+                    self._dtype,
+                    self.device,
+                    self.disabled_kernels,
+                )
+                for shape in self._attention_shapes
+            ]
+            self._attentions[block_size] = (
+                parts[0] if len(parts) == 1 else MixedAttention(parts, self._heads.places)
             )
         return self._attentions[block_size]
 

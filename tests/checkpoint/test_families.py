@@ -17,6 +17,7 @@ from molink.checkpoint.tensor_layout import (
     last_stage_tensors,
     layer_tensors,
 )
+from molink.checkpoint.traits import HeadShape
 from molink.errors import BrokenModel, UnsupportedModel
 
 SIZES = {
@@ -181,6 +182,52 @@ def test_glm5_rotates_index_queries_as_others(load: Callable[..., Any]) -> None:
     config = load("glm_moe_dsa", **given, mlp_layer_types=["dense"] + ["sparse"] * 3)
     assert (config.latent.index.heads, config.latent.index.interleaved) == (32, True)
     assert config.experts.dense_layers == {0}
+
+
+#: Gemma 4's larger models as released, shrunk.
+GEMMA4 = {
+    "attention_k_eq_v": True,
+    "global_head_dim": 64,
+    "head_dim": 32,
+    "hidden_size_per_layer_input": 0,
+    "num_global_key_value_heads": 1,
+    "num_kv_shared_layers": 0,
+    "sliding_window": 1024,
+    "layer_types": [SLIDING, SLIDING, SLIDING, FULL],
+    "use_bidirectional_attention": "vision",
+}
+
+
+def test_gemma4_has_other_heads_without_windows(load: Callable[..., Any]) -> None:
+    config = load("gemma4_text", **GEMMA4)
+    assert config.windows == (1024, 1024, 1024, 0)
+    assert [config.head_shape(layer) for layer in (2, 3)] == [HeadShape(2, 32), HeadShape(1, 64)]
+    assert [rope.kind for rope in config.rope_configs] == ["proportional", "default"]
+    assert config.rope_head_dims == (64, 32)
+    assert (config.rope.rotary_dim(64), config.rope.partial_rotary_factor) == (64, 0.25)
+    sliding, full = (layer_tensors(config, layer) for layer in (2, 3))
+    assert sliding["model.layers.2.self_attn.v_proj.weight"] == (64, 96)
+    assert "model.layers.3.self_attn.v_proj.weight" not in full
+    assert full["model.layers.3.self_attn.q_proj.weight"] == (4 * 64, 96)
+    assert full["model.layers.3.self_attn.k_norm.weight"] == (64,)
+    assert full["model.layers.3.layer_scalar"] == (1,)
+    # As transformers 5 saves it.
+    heads = {"head_dim": 64, "num_key_value_heads": 1}
+    saved = {name: value for name, value in GEMMA4.items() if "global" not in name}
+    assert load("gemma4_text", **saved, per_layer_config={"3": heads}) == config
+
+
+def test_gemma4_has_experts_beside_each_mlp(load: Callable[..., Any]) -> None:
+    mixture = {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2}
+    config = load("gemma4_text", **GEMMA4, **mixture, moe_intermediate_size=32)
+    shapes = layer_tensors(config, 0)
+    found = {name.removeprefix("model.layers.0."): shape for name, shape in shapes.items()}
+    assert found["mlp.gate_proj.weight"] == (128, 96)
+    assert found["mlp.experts.7.down_proj.weight"] == (96, 32)
+    assert found["mlp.router.proj.weight"] == (8, 96)
+    assert found["mlp.router.scale"] == (96,)
+    assert found["mlp.router.per_expert_scale"] == (8,)
+    assert found["post_feedforward_layernorm_2.weight"] == (96,)
 
 
 def test_olmo2_has_norms_after_only(load: Callable[..., Any]) -> None:
@@ -983,6 +1030,10 @@ def test_gemma3_in_both_spellings(load: Callable[..., Any]) -> None:
         ("lfm2", {"block_ffn_dim_multiplier": -1}, "block_ffn_dim_multiplier must be positive"),
         ("lfm2", {"block_ffn_dim_multiplier": 10**9}, "intermediate_size"),
         ("lfm2_moe", {"num_experts_per_tok": 33}, "num_experts_per_tok 33 exceeds the 32"),
+        ("gemma4_text", GEMMA4 | {"global_head_dim": 2048}, "head_dim 2048 must be even"),
+        ("gemma4_text", GEMMA4 | {"num_global_key_value_heads": 3}, "num_key_value_heads 3"),
+        ("gemma4_text", GEMMA4 | {"per_layer_config": {"3": 5}}, "unknown fields"),
+        ("gemma4_text", GEMMA4 | {"per_layer_config": {"3": {"x": 1}}}, "unknown fields"),
         ("deepseek_v32", {"index_head_dim": 32}, "index_head_dim 32 is below qk_rope_head_dim 64"),
         ("llama4_text", {"attention_chunk_size": None}, "there is no attention_chunk_size"),
         ("llama4_text", {"attn_scale": -1}, "attn_scale must be positive"),
@@ -1058,6 +1109,14 @@ def test_impossible_fields_are_named(
             "mlp_hidden_act 'silu' is not supported .only relu2",
         ),
         ("cohere2", {"use_qk_norm": True}, "use_qk_norm"),
+        ("gemma4_text", {}, "hidden_size_per_layer_input .Gemma 4 E2B and E4B"),
+        ("gemma4_text", GEMMA4 | {"num_kv_shared_layers": 2}, "num_kv_shared_layers"),
+        ("gemma4_text", GEMMA4 | {"use_bidirectional_attention": "all"}, "use_bidirectional"),
+        (
+            "gemma4_text",
+            GEMMA4 | {"per_layer_config": {"0": {"head_dim": 64}}},
+            "per_layer_config of other layers",
+        ),
         ("glm_moe_dsa", {"index_topk_freq": 4}, "share the choice of another"),
         ("glm_moe_dsa", {"indexer_types": ["full", "shared"] * 2}, "share the choice of another"),
         ("deepseek_v32", {"q_lora_rank": None}, "index_topk without q_lora_rank"),
@@ -1148,6 +1207,9 @@ FIELDS = (
     "moe_num_shared_experts",
     *DEEPSEEK,
     *(name for name in DEEPSEEK_V32 if name.startswith("index")),
+    *GEMMA4,
+    "per_layer_config",
+    "enable_moe_block",
     "mlp_layer_types",
     "rotary_dim",
     "moe_topk",

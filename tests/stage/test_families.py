@@ -355,6 +355,21 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "attention_chunk_size": 8,
         },
     ),
+    "gemma4": ("gemma4_text", {}),
+    "gemma4 with experts": (
+        "gemma4_text",
+        {
+            "enable_moe_block": True,
+            "num_experts": 6,
+            "top_k_experts": 3,
+            "moe_intermediate_size": 32,
+            "layer_types": [SLIDING, SLIDING, FULL, FULL],
+        },
+    ),
+    "gemma4 with values": (
+        "gemma4_text",
+        {"attention_k_eq_v": False, "layer_types": None, "final_logit_softcapping": None},
+    ),
     "mistral3": ("mistral3", {}),
     "mistral3 tied": ("mistral3", {"tie_word_embeddings": True}),
 }
@@ -394,6 +409,8 @@ KINDS = (
     "olmo_hybrid",
     "falcon_h1",
     "llama4",
+    "gemma4",
+    "gemma4 with experts",
 )
 BLOCKS = (5, 0, 17, 3, 9, 30, 2, 40, 11, 12, 13, 21, 22, 23, 1, 4, 6, 7, 8, 10)
 LENGTH = 75
@@ -483,26 +500,46 @@ def test_phi4_multimodal_without_what_sees_and_hears(
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
 
 
-def test_llama4_as_on_the_hub(
+@pytest.mark.parametrize(
+    ("name", "model", "prefix", "others"),
+    [
+        (
+            "llama4",
+            "Llama4",
+            ("model.", "language_model.model."),
+            ("vision_model.class_embedding", "multi_modal_projector.linear_1.weight"),
+        ),
+        (
+            "gemma4 with experts",
+            "Gemma4",
+            ("model.", "model.language_model."),
+            ("model.vision_tower.std_bias", "model.embed_vision.embedding_projection.weight"),
+        ),
+    ],
+)
+def test_text_models_as_on_the_hub(
     folder_of: Callable[..., Path],
-    make_model: MakeModel,
     tmp_path: Path,
     make_ring: type[Ring],
     random_tokens: Callable[..., list[int]],
+    name: str,
+    model: str,
+    prefix: tuple[str, str],
+    others: tuple[str, ...],
 ) -> None:
-    tokens, rows = random_tokens(40), [SequenceRows(0, 40, BLOCKS)]
-    expected = make_ring(folder_of("llama4"), (1,)).run(tokens, rows)
-    folder = make_model(tmp_path, "llama4_text", 3)
-    weights, path = folder / "model.safetensors", folder / "config.json"
-    stored = {f"language_model.{name}": each for name, each in load(weights.read_bytes()).items()}
-    assert "language_model.model.layers.1.feed_forward.experts.gate_up_proj" in stored
-    stored["vision_model.class_embedding"] = torch.ones(3)
-    stored["multi_modal_projector.linear_1.weight"] = torch.ones(3, 3)
-    save_file(stored, weights, {"format": "pt"})
-    inner = json.loads(path.read_text(encoding="utf-8"))
-    config = {"architectures": ["Llama4ForConditionalGeneration"], "text_config": inner}
-    path.write_text(json.dumps({**config, "model_type": "llama4"}), encoding="utf-8")
-    assert torch.equal(make_ring(folder, (1,)).run(tokens, rows), expected)
+    folder, tokens, rows = folder_of(name), random_tokens(40), [SequenceRows(0, 40, BLOCKS)]
+    expected = make_ring(folder, (1,)).run(tokens, rows)
+    stored = {
+        each.replace(*prefix, 1) if each.startswith("model.") else f"language_model.{each}": tensor
+        for each, tensor in load((folder / "model.safetensors").read_bytes()).items()
+    }
+    stored |= {each: torch.ones(3) for each in others}
+    save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
+    inner = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = {"architectures": [f"{model}ForConditionalGeneration"], "text_config": inner}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+    assert torch.equal(make_ring(tmp_path, (1,)).run(tokens, rows), expected)
 
 
 def test_experts_in_stacks_are_those_of_separate_tensors(

@@ -9,6 +9,7 @@ import torch
 from molink.errors import InvariantError
 from molink.stage.host_kv_pool import HostKVPool, _PendingCopy
 from molink.stage.kv_pool import KVPool
+from molink.stage.mixed_kv_pool import MixedKVPool
 
 
 class Shape:
@@ -41,6 +42,27 @@ def test_swapped_blocks_return_to_other_blocks(
     host.wait_for_copies([(0, 5)])  # nothing is under way on a CPU
 
 
+def test_blocks_of_layers_whose_heads_differ() -> None:
+    cpu, other = torch.device("cpu"), Shape()
+    other.kv_heads, other.head_dim = 1, 12
+    parts = [KVPool(shape, 2, 4, 4, torch.float32, cpu) for shape in (Shape(), other)]
+    pool = MixedKVPool(parts, [(0, 0), (1, 0), (1, 1), (0, 1)])
+    assert pool.locate_layer(2) == (parts[1], 1)
+    pool.zero_blocks(range(4))
+    for part in parts:
+        for block in range(4):
+            part.block_view(block).fill_(block + 1)
+    host = HostKVPool(pool, 2, cpu)
+    host.copy_out((1, 3), (1, 0))
+    pool.zero_blocks((1, 3))
+    host.copy_in((3, 1), (1, 0))
+    pool.copy_block(3, 0, 2)
+    for part in parts:
+        assert [float(part.block_view(block).max()) for block in range(4)] == [2, 4, 3, 2]
+        keys, _ = part.read_blocks(0, slice(0, 1), 1)
+        assert keys[0, 0, :, 0].tolist() == [2, 2, 0, 0]
+
+
 @pytest.mark.gpu
 def test_on_a_gpu_memory_is_pinned_and_what_runs_later_finds_its_blocks() -> None:
     """Blocks are used for others at once after they went out, and again after they came back."""
@@ -51,7 +73,7 @@ def test_on_a_gpu_memory_is_pinned_and_what_runs_later_finds_its_blocks() -> Non
     for block in range(6):
         pool.block_view(block).copy_(torch.randn(pool.block_view(block).shape))
     host = HostKVPool(pool, 5, device)
-    assert all(slab.is_pinned() for slab in host._slabs)
+    assert all(slab.is_pinned() for slabs in host._slabs for slab in slabs)
     before = [pool.block_view(block).clone() for block in range(6)]
     for turn in range(20):
         host.copy_out((4, 1, 3), (0, 4, 2))

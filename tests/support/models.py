@@ -52,6 +52,18 @@ SPARSE_LATENT = {
     "n_group": 4,
     "topk_group": 2,
 }
+#: Other heads in layers without windows, which have no projections to values.
+GEMMA4: dict[str, Any] = {
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+    "num_hidden_layers": 4,
+    "sliding_window": 9,
+    "global_head_dim": 32,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 0,
+    "final_logit_softcapping": 2.0,
+    "tie_word_embeddings": True,
+}
 #: Layers with the gated delta rule, in whose order there is no period.
 DELTA_RULE = {
     "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
@@ -281,6 +293,7 @@ FAMILY_FIELDS: dict[str, dict[str, Any]] = {
     "gemma2": {"sliding_window": 16, "query_pre_attn_scalar": 24, "tie_word_embeddings": True},
     "gemma3_text": {"sliding_window": 10, "query_pre_attn_scalar": 24, "tie_word_embeddings": True},
     "gemma3": {"sliding_window": 10, "query_pre_attn_scalar": 24, "tie_word_embeddings": True},
+    "gemma4_text": GEMMA4,
     "mistral3": {"sliding_window": None, "model_type": "mistral"},
     "aya_vision": COHERE2_TEXT,
     "cohere2_vision": COHERE2_TEXT,
@@ -419,6 +432,8 @@ def _randomize_weights(model: Any, family: str) -> None:
         else:
             parameter.data.normal_(0, parameter.shape[-1] ** -0.5)
     for name, buffer in model.named_buffers():
+        if name.endswith("layer_scalar"):
+            buffer.normal_(0.8, 0.1)
         if name.endswith(CORRECTIONS):
             buffer.normal_(0, 0.1)
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from molink.checkpoint.config import ModelConfig
+from molink.checkpoint.traits import HeadShape
 from molink.facts.model import KVCacheDType
 from molink.stage.attention.token_choice import TokenChoice
 from molink.stage.batch import SequenceRows
@@ -56,16 +57,25 @@ class AttentionShape:
 
     @classmethod
     def from_config(
-        cls, config: ModelConfig, layers: tuple[int, int], kv_cache_dtype: KVCacheDType = "auto"
+        cls,
+        config: ModelConfig,
+        layers: tuple[int, int],
+        kv_cache_dtype: KVCacheDType = "auto",
+        heads: HeadShape | None = None,
     ) -> "AttentionShape":
-        """Shape of a model's layers ``first:last``; without attention, as of one with it."""
-        attended = filter(config.has_attention, range(*layers))
+        """Shape of a model's layers ``first:last`` that have such ``heads``, or the first one's.
+
+        Without attention, as of one with it.
+        """
+        attended = [layer for layer in range(*layers) if config.has_attention(layer)]
+        heads = heads or config.head_shape(attended[0] if attended else 0)
+        windows = (config.windows[one] for one in attended if config.head_shape(one) == heads)
         return cls(
-            kv_heads=config.kv_heads,
-            groups=config.groups,
-            head_dim=config.head_dim,
+            kv_heads=heads.kv_heads,
+            groups=config.heads // heads.kv_heads,
+            head_dim=heads.head_dim,
             scale=config.attention_scale,
-            windows=tuple(config.windows[layer] for layer in attended) or (0,),
+            windows=tuple(windows) or (0,),
             softcap=config.attention_softcap,
             sinks=config.sinks,
             kv_cache_dtype=kv_cache_dtype,

@@ -9,7 +9,13 @@ from torch import Tensor
 from molink.checkpoint.config import ModelConfig
 from molink.checkpoint.experts import ExpertsConfig
 from molink.checkpoint.recurrent import DeltaRuleShape, Mamba2Shape, ShortConvShape
-from molink.checkpoint.tensor_layout import mlp_projections
+from molink.checkpoint.tensor_layout import (
+    EXPERT_SCALES_NAME,
+    LAYER_SCALE_NAME,
+    PAIRED_NORMS,
+    ROUTER_SCALE_NAME,
+    mlp_projections,
+)
 from molink.stage.decoder.delta_net import load_delta_net
 from molink.stage.decoder.grouped_experts import GroupedExpertMlp, GroupedExperts
 from molink.stage.decoder.mamba2 import load_mamba2
@@ -24,8 +30,15 @@ from molink.stage.decoder.mlp import (
     SharedExpertMlp,
     run_mlp,
 )
-from molink.stage.decoder.norm import AddResidual, IdentityNorm, LayerNorm, Norm
+from molink.stage.decoder.norm import (
+    AddResidual,
+    Float32RmsNorm,
+    IdentityNorm,
+    LayerNorm,
+    Norm,
+)
 from molink.stage.decoder.operators import RowOperators
+from molink.stage.decoder.paired_mlp import PairedMlp
 from molink.stage.decoder.parallel import ParallelMixers, ParallelMlp
 from molink.stage.decoder.router import ExpertRouter
 from molink.stage.decoder.scaled import scale_outputs
@@ -40,7 +53,8 @@ from molink.stage.weights.weight_reader import WeightReader
 
 @dataclass(frozen=True, slots=True)
 class DecoderBlock:
-    """Weights of one layer. ``scale`` multiplies outputs of mixer and MLP.
+    """Weights of one layer. ``scale`` multiplies outputs of mixer and MLP, ``layer_scale`` what the
+    layer returns.
 
     Without an ``mlp``, only ``input_norm`` and ``post_mlp_norm`` surround the mixer.
     """
@@ -53,6 +67,7 @@ class DecoderBlock:
     mlp: Mlp | None
     post_mlp_norm: Norm
     add_residual: AddResidual
+    layer_scale: float = 1.0
 
     @property
     def capturable(self) -> bool:
@@ -64,7 +79,7 @@ class DecoderBlock:
         """Its experts, if some are in host memory."""
         mixer, mlp = self.mixer, self.mlp
         found = mixer.mlp if isinstance(mixer, ParallelMlp) else mlp
-        routed = found.routed if isinstance(found, SharedExpertMlp) else found
+        routed = found.routed if isinstance(found, SharedExpertMlp | PairedMlp) else found
         routed = routed.routed if isinstance(routed, LatentExpertMlp) else routed
         return routed if isinstance(routed, SplitExpertMlp) else None
 
@@ -104,10 +119,22 @@ def run_blocks(
                 rows, normed, block.scale, block.post_attention_norm, block.mlp_norm
             )
             normed = run_mlp(block.mlp, normed, context.adapters)
-        rows, normed = block.add_residual(rows, normed, block.scale, block.post_mlp_norm, next_norm)
+        rows, normed = _finish_block(block, rows, normed, next_norm)
         if between_layers is not None and block is not blocks[-1]:
             between_layers()
     return rows
+
+
+def _finish_block(
+    block: DecoderBlock, rows: Tensor, result: Tensor, next_norm: Norm
+) -> tuple[Tensor, Tensor]:
+    """Add a layer's last ``result`` to rows; returns them, and them normed."""
+    if block.layer_scale == 1.0:
+        return block.add_residual(rows, result, block.scale, block.post_mlp_norm, next_norm)
+    unnormed = IdentityNorm(rows.dtype)
+    rows, _ = block.add_residual(rows, result, block.scale, block.post_mlp_norm, unnormed)
+    rows = rows.mul_(block.layer_scale)
+    return rows, next_norm(rows)
 
 
 def load_block(
@@ -132,10 +159,13 @@ def load_block(
         input_norm=norm(norms.before_attention),
         mixer=mixer,
         post_attention_norm=norm(norms.after_attention),
-        mlp_norm=norm(norms.before_mlp),
+        mlp_norm=norm(norms.before_mlp, _mlp_input_dtype(reader, config, layer)),
         mlp=mlp,
         post_mlp_norm=norm(norms.after_mlp, residual_dtype(reader.dtype)),
         add_residual=operators.add_residual,
+        layer_scale=float(reader.read_tensors(prefix + LAYER_SCALE_NAME))
+        if config.scaled_layers
+        else 1.0,
     )
 
 
@@ -219,7 +249,7 @@ def _load_mlp(
             return plain
         factors, sizes = config.output_factors.gate_up, [config.intermediate_size] * 2
         return replace(plain, gate_up=scale_outputs(plain.gate_up, sizes, factors, reader))
-    router = _load_router(reader, experts, prefix)
+    router = _load_router(loader, experts)
     split = None if host is None else _load_split(loader, experts, router, host)
     chosen: Mlp
     if split is not None:
@@ -233,6 +263,8 @@ def _load_mlp(
     if experts.latent_size:
         output = reader.load_projection([prefix + experts.latent_names[1]], False)
         chosen, split = LatentExpertMlp(chosen, output), None
+    if experts.is_paired:
+        return _pair_mlps(loader, experts, chosen)
     if not experts.shared_intermediate_size:
         return chosen
     name = experts.shared_gate_name
@@ -241,6 +273,20 @@ def _load_mlp(
     if split is not None:
         return SharedSplitMlp(split, shared, weigh)
     return SharedExpertMlp(chosen, shared, weigh)
+
+
+def _mlp_input_dtype(reader: WeightReader, config: ModelConfig, layer: int) -> torch.dtype:
+    """Type of rows that an MLP reads without a norm before it; norms of its own read all."""
+    experts = config.layer_experts(layer)
+    is_paired = experts is not None and experts.is_paired
+    return residual_dtype(reader.dtype) if is_paired else reader.dtype
+
+
+def _pair_mlps(loader: "_MlpLoader", experts: ExpertsConfig, routed: Mlp) -> PairedMlp:
+    """Load an MLP beside experts; the router has the norm before these."""
+    before, after, _, routed_after = (loader.load_norm(name) for name in PAIRED_NORMS)
+    shared = loader.load_gated(*experts.shared_projections, False)
+    return PairedMlp(before, shared, after, routed, routed_after)
 
 
 def _load_split(
@@ -268,6 +314,10 @@ class _MlpLoader:
     config: ModelConfig
     operators: RowOperators
     prefix: str
+
+    def load_norm(self, name: str) -> Norm:
+        """Load a norm of rows."""
+        return load_norm(self.reader, self.config, self.operators, self.prefix + name)
 
     def load_gated(self, names: Sequence[str], down: str, biased: bool) -> GatedMlp:
         """Load one MLP."""
@@ -315,8 +365,9 @@ class _MlpLoader:
         return None if down is None else (gate_up, down)
 
 
-def _load_router(reader: WeightReader, experts: ExpertsConfig, prefix: str) -> ExpertRouter:
+def _load_router(loader: "_MlpLoader", experts: ExpertsConfig) -> ExpertRouter:
     """Load a router, never quantized: small errors would change the chosen experts."""
+    reader, prefix = loader.reader, loader.prefix
     name, correction = f"{prefix}{experts.router_name}", None
     dtype = torch.float32 if experts.has_wide_router else reader.dtype
     if experts.is_corrected:
@@ -324,8 +375,18 @@ def _load_router(reader: WeightReader, experts: ExpertsConfig, prefix: str) -> E
         correction = stored.flatten()
     weight = reader.read_tensors(f"{name}.weight", dtype=dtype)
     bias = reader.read_tensors(f"{name}.bias", dtype=dtype) if experts.has_bias else None
-    entry = None
+    projection = PlainLinear(weight, bias)
+    made = ExpertRouter(projection, experts, correction, experts.has_wide_router)
     if experts.latent_size:
         entry = reader.load_projection([prefix + experts.latent_names[0]], False)
-    projection = PlainLinear(weight, bias)
-    return ExpertRouter(projection, experts, correction, experts.has_wide_router, entry)
+        return replace(made, entry=entry)
+    if not experts.is_paired:
+        return made
+    width = loader.config.hidden_size
+    scale = reader.read_tensors(prefix + ROUTER_SCALE_NAME, dtype=torch.float32)
+    return replace(
+        made,
+        entry=loader.load_norm(PAIRED_NORMS[2]),
+        norm=Float32RmsNorm(scale.mul_(width**-0.5), loader.config.norm_eps, reader.dtype),
+        expert_scales=reader.read_tensors(prefix + EXPERT_SCALES_NAME, dtype=torch.float32),
+    )

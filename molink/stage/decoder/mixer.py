@@ -9,8 +9,8 @@ from torch import Tensor
 
 from molink.errors import InvariantError
 from molink.stage.attention.base import ChoosingAttention, LayerAttention
-from molink.stage.kv_pool import KVPool
 from molink.stage.linear import AdapterRows
+from molink.stage.mixed_kv_pool import AnyKVPool
 from molink.stage.state_pool import StatePool, StateRows
 
 
@@ -60,7 +60,7 @@ class ForwardContext:
     any. ``states`` are those of recurrent layers, ``adapters`` the adapters that rows have.
     """
 
-    pool: KVPool
+    pool: AnyKVPool
     slots: Tensor
     angles: tuple[Tensor, ...]
     attention: LayerAttention

@@ -172,7 +172,10 @@ def rope_frequencies(config: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
     dim = config.rotary_dim(head_dim)
     plain = _plain_frequencies(config.theta, dim)
     scale = 1.0
-    if config.kind == "linear":
+    if config.kind == "proportional":
+        turned = int(config.partial_rotary_factor * head_dim // 2)
+        plain = torch.cat((plain[:turned], torch.zeros(dim // 2 - turned))) / config.factor
+    elif config.kind == "linear":
         plain = plain / config.factor
     elif config.kind == "llama3":
         plain = _llama3_frequencies(config, plain)

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from molink.checkpoint.experts import Routing
+from molink.stage.decoder.norm import Norm
 from molink.stage.gpu_kernels.expert_product import choose_experts
 from molink.stage.linear import Projection
-from molink.stage.linear.base import total_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +16,8 @@ class ExpertRouter:
     """A projection to logits of experts, and how these choose.
 
     ``correction`` is float32 ``[experts]``. If it ``is_wide``, the projection is in float32. An
-    ``entry`` maps rows to those that experts read.
+    ``entry`` maps rows to those that experts read. The router may have a ``norm`` of its own, and
+    ``expert_scales`` (float32 ``[experts]``) that multiply weights.
     """
 
     projection: Projection
@@ -24,13 +25,19 @@ class ExpertRouter:
     correction: Tensor | None = None
     is_wide: bool = False
     entry: Projection | None = None
+    norm: Norm | None = None
+    expert_scales: Tensor | None = None
 
     def compute_logits(self, rows: Tensor) -> Tensor:
         """Logits ``[T, experts]`` of rows ``[T, hidden]``."""
+        rows = rows if self.norm is None else self.norm(rows)
         return self.projection(rows.float() if self.is_wide else rows)
 
     def choose(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Return weights (float32) and experts (int64) of rows, both ``[T, top_k]``."""
+        return self._scale_weights(*self._choose(rows))
+
+    def _choose(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         routing, logits = self.routing, self.compute_logits(rows)
         if routing.scoring == "sparsemixer":
             return _choose_in_turn(logits.float(), routing)
@@ -61,12 +68,18 @@ class ExpertRouter:
         if self.routing.scoring == "sparsemixer":
             weights, experts = self.choose(rows)
             return weights, experts.int()
-        return choose_experts(self.compute_logits(rows), self.routing, self.correction)
+        chosen = choose_experts(self.compute_logits(rows), self.routing, self.correction)
+        return self._scale_weights(*chosen)
+
+    def _scale_weights(self, weights: Tensor, experts: Tensor) -> tuple[Tensor, Tensor]:
+        if self.expert_scales is None:
+            return weights, experts
+        return weights * self.expert_scales[experts.long()], experts
 
     @property
     def nbytes(self) -> int:
-        entry = 0 if self.entry is None else self.entry.nbytes
-        return self.projection.nbytes + total_bytes(self.correction) + entry
+        parts = (self.projection, self.entry, self.norm, self.correction, self.expert_scales)
+        return sum(part.nbytes for part in parts if part is not None)
 
 
 def _choose_in_turn(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:

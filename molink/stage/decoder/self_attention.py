@@ -1,10 +1,10 @@
 """Attention of a layer over the KV pool."""
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import rms_norm
 
 from molink.checkpoint.config import ModelConfig
 from molink.checkpoint.tensor_layout import (
@@ -27,10 +27,10 @@ class SelfAttention:
 
     ``rope`` is its index in ``angles``, if it rotates. ``qk_norm`` and ``sinks`` (float32
     ``[heads]``) are optional. With ``gated_heads``, a gate follows each head's query; with
-    ``scales_queries`` the last of ``angles`` are their factors.
+    ``scales_queries`` the last of ``angles`` are their factors. With ``copies_keys`` values are the
+    keys as projected; a ``value_norm`` adds that number to their mean square. Unless all layers
+    have like heads, it isn't ``capturable``.
     """
-
-    capturable: ClassVar[bool] = True
 
     index: int
     heads: int
@@ -44,20 +44,27 @@ class SelfAttention:
     append_heads: AppendHeads
     gated_heads: bool = False
     scales_queries: bool = False
+    copies_keys: bool = False
+    value_norm: float | None = None
+    capturable: bool = True
 
     def __call__(self, normed: Tensor, context: ForwardContext) -> Tensor:
         """See :class:`~molink.stage.decoder.mixer.Mixer`."""
         rows, gates = apply_projection(self.qkv, normed, context.adapters), None
         if self.gated_heads:
             rows, gates = self._split_gates(rows)
-        shape = len(normed), self.heads + 2 * self.kv_heads, self.head_dim
+        if self.copies_keys:
+            rows = torch.cat((rows, rows[:, -self.kv_heads * self.head_dim :]), dim=1)
+        heads = rows.view(len(normed), self.heads + 2 * self.kv_heads, self.head_dim)
+        if self.value_norm is not None:
+            values = heads[:, -self.kv_heads :]
+            values.copy_(rms_norm(values.float(), values.shape[2:], None, self.value_norm))
         angles = None if self.rope is None else context.angles[self.rope]
-        heads = self.append_heads(
-            rows.view(shape), self.qk_norm, angles, context.pool, self.index, context.slots
-        )
+        pool, index = context.pool.locate_layer(self.index)
+        heads = self.append_heads(heads, self.qk_norm, angles, pool, index, context.slots)
         if self.scales_queries:
             heads[:, : self.heads].mul_(context.angles[-1])
-        attended = context.attention(self.index, heads, context.pool, self.sinks)
+        attended = context.attention(self.index, heads, pool, self.sinks)
         attended = attended if gates is None else attended * gates
         return apply_projection(self.output, attended, context.adapters)
 
@@ -88,12 +95,13 @@ def load_attention(
 ) -> SelfAttention:
     """Load the attention of the model's layer ``layer``, ``index``-th in the stage's KV pool."""
     prefix = f"model.layers.{layer}."
-    qkv, output = _load_projections(reader, config, prefix)
+    qkv, output = _load_projections(reader, config, layer)
+    shape = config.head_shape(layer)
     return SelfAttention(
         index=index,
         heads=config.heads,
-        kv_heads=config.kv_heads,
-        head_dim=config.head_dim,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
         rope=config.rope_index(layer),
         qkv=qkv,
         qk_norm=_load_qk_norm(reader, config, layer),
@@ -102,16 +110,20 @@ def load_attention(
         append_heads=append_heads,
         gated_heads=config.gated_heads,
         scales_queries=config.scales_queries(layer),
+        copies_keys=config.keys_are_values(layer),
+        value_norm=config.norm_eps if config.normed_values else None,
+        capturable=config.full_heads is None,
     )
 
 
 def _load_projections(
-    reader: WeightReader, config: ModelConfig, prefix: str
+    reader: WeightReader, config: ModelConfig, layer: int
 ) -> tuple[Projection, Projection]:
     """Load the projections of rows to heads, and of attended heads to rows."""
+    prefix = f"model.layers.{layer}."
     if config.latent is not None:
         return load_latent_attention(reader, config, config.latent, prefix)
-    names = [prefix + name for name in attention_projections(config)]
+    names = [prefix + name for name in attention_projections(config, layer)]
     qkv = reader.load_projection(names, config.attention_bias)
     if config.output_factors is not None:
         sizes = [config.head_dim * n for n in (config.heads, config.kv_heads, config.kv_heads)]
@@ -120,20 +132,20 @@ def _load_projections(
 
 
 def _load_qk_norm(reader: WeightReader, config: ModelConfig, layer: int) -> QueryKeyNorm | None:
+    shape = config.head_shape(layer)
     if config.qk_norm == "none":
         return None
     if config.qk_norm == "each unweighted head":
         if config.rope_index(layer) is None:
             return None
-        heads = config.heads + config.kv_heads
-        weight = torch.ones(heads, config.head_dim, device=reader.device)
+        weight = torch.ones(config.heads + shape.kv_heads, shape.head_dim, device=reader.device)
     else:
         queries, keys = (
             reader.read_tensors(f"model.layers.{layer}.self_attn.{name}.weight")
-            .view(-1, config.head_dim)
+            .view(-1, shape.head_dim)
             .expand(count, -1)
             for name, count in zip(
-                config.qk_norm_names, (config.heads, config.kv_heads), strict=True
+                config.qk_norm_names, (config.heads, shape.kv_heads), strict=True
             )
         )
         weight = torch.cat((queries, keys)).float().add_(config.norm_offset)

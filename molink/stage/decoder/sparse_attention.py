@@ -92,11 +92,11 @@ class SparseLatentAttention:
         query_latents, key_latents = self.heads.project_latents(normed)
         made = self.heads.expand_heads(query_latents, key_latents)
         made[:, -2, part] = self.tokens.make_keys(normed, index_angles)
-        made = self.append_heads(
-            made, None, context.angles[self.rope], context.pool, self.index, context.slots
-        )
+        pool, index = context.pool.locate_layer(self.index)
+        angles = context.angles[self.rope]
+        made = self.append_heads(made, None, angles, pool, index, context.slots)
         choice = self.tokens.choose(normed, query_latents, index_angles, part)
-        attended = context.require_choosing().attend_chosen(self.index, made, context.pool, choice)
+        attended = context.require_choosing().attend_chosen(self.index, made, pool, choice)
         return self.output(attended)
 
     @property

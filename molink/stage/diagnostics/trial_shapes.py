@@ -157,7 +157,11 @@ def _projection_shapes(config: ModelConfig) -> set[tuple[int, int]]:
         }
         shape = config.recurrent
         recurrent = () if shape is None else (shape.projections, shape.rate_projections)
-        for together in (attention_projections(config), mlp_projections(config)[0], *recurrent):
+        for together in (
+            attention_projections(config, layer),
+            mlp_projections(config)[0],
+            *recurrent,
+        ):
             merged = [weights.pop(name) for name in together if name in weights]
             if merged:
                 found.add((sum(shape[0] for shape in merged), merged[0][1]))
