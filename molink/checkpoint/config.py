@@ -15,6 +15,7 @@ from molink.checkpoint.multimodal import FLAT_MODELS, TEXT_MODELS, extract_text_
 from molink.checkpoint.prequantized import parse_quantized
 from molink.checkpoint.rope import MAX_MODEL_LEN
 from molink.checkpoint.traits import FamilyTraits
+from molink.checkpoint.vision import VisionConfig, parse_vision, read_image_rules
 from molink.errors import BrokenModel, UnsupportedModel
 from molink.facts.dtypes import WeightDType
 from molink.facts.model import Quantize
@@ -37,9 +38,10 @@ class ModelConfig(FamilyTraits):
 
     ``max_model_len`` counts prompt and answer tokens. ``eos_ids`` includes those of
     ``generation_config.json``. ``quantized`` is the checkpoint's quantization where a stage keeps
-    it, ``low_bit`` where a stage unpacks it. ``has_vision`` marks the text model of a multimodal
-    one. ``notes`` tell users what is not supported. ``task`` is what the model is made for.
-    ``adapters`` are those of its folder.
+    it, ``low_bit`` where a stage unpacks it. ``is_multimodal`` marks a model that takes more than
+    text; ``vision`` is its tower, ``None`` if it is served as its text model. ``notes`` tell users
+    what is not supported. ``task`` is what the model is made for. ``adapters`` are those of its
+    folder.
     """
 
     family: Family
@@ -52,7 +54,8 @@ class ModelConfig(FamilyTraits):
     dtype: WeightDType
     eos_ids: tuple[int, ...]
     quantized: Quantize = "none"
-    has_vision: bool = False
+    is_multimodal: bool = False
+    vision: VisionConfig | None = None
     low_bit: LowBitScheme | None = None
     notes: tuple[str, ...] = ()
     task: ModelTask = GENERATE
@@ -62,6 +65,16 @@ class ModelConfig(FamilyTraits):
     def has_output_head(self) -> bool:
         """Whether rows become logits; an embedding model's last stage returns normed rows."""
         return self.task.name != "embed"
+
+    @property
+    def sees_whole_images(self) -> bool:
+        """Whether an image's rows attend to all of the image, so that no step cuts it."""
+        return self.vision is not None and self.vision.whole_images
+
+    @property
+    def is_text_only(self) -> bool:
+        """Whether it is a multimodal model of which only the text model is served."""
+        return self.is_multimodal and self.vision is None
 
     @classmethod
     def load_folder(cls, folder: Path, fallback_dtype: WeightDType = "f32") -> "ModelConfig":
@@ -79,7 +92,8 @@ class ModelConfig(FamilyTraits):
         extra = read_json(generation) if generation.is_file() else {}
         stops = ConfigFields(extra, str(generation)).get_integers("eos_token_id")
         made = _build_config(config, str(path), stops, fallback_dtype, read_task(folder))
-        return replace(made, adapters=read_adapters(folder))
+        vision = None if made.vision is None else read_image_rules(folder, made.vision)
+        return replace(made, vision=vision, adapters=read_adapters(folder))
 
     @classmethod
     def parse_config(cls, config: Mapping[str, Any], where: str) -> "ModelConfig":
@@ -94,7 +108,7 @@ def _build_config(
     fallback: WeightDType,
     task: ModelTask = GENERATE,
 ) -> ModelConfig:
-    inner = extract_text_config(raw, where)
+    inner, outer = extract_text_config(raw, where), raw
     raw = raw if inner is None else inner
     family = _find_family(raw, where, task)
     _refuse_other_attention(raw, where, task)
@@ -108,6 +122,7 @@ def _build_config(
     if task.name == "embed":
         traits = replace(traits, tied_embeddings=False)
     context, notes = _parse_max_len(fields, max(positions, traits.rope.scaled_context))
+    vision, unseen = _parse_tower(outer, where, hidden, eps)
     return ModelConfig(
         family=family,
         vocab_size=fields.get_integer("vocab_size", maximum=_MAX_VOCABULARY),
@@ -119,12 +134,27 @@ def _build_config(
         dtype=_parse_dtype(fields, fallback),
         eos_ids=tuple(dict.fromkeys(fields.get_integers("eos_token_id") + stops)),
         quantized=parse_quantized(raw, where),
-        has_vision=inner is not None,
+        is_multimodal=inner is not None,
+        vision=vision,
         low_bit=parse_low_bit(raw, where),
-        notes=notes,
+        notes=notes + unseen,
         task=task,
         **{field.name: getattr(traits, field.name) for field in dataclass_fields(traits)},
     )
+
+
+def _parse_tower(
+    outer: Mapping[str, Any], where: str, hidden: int, eps: float
+) -> tuple[VisionConfig | None, tuple[str, ...]]:
+    """Return the vision tower, and notes about one that is left out."""
+    try:
+        vision = parse_vision(outer, where, hidden, eps)
+    except UnsupportedModel as error:
+        return None, (f"{error}: images are not supported",)
+    if vision is not None and outer.get("quantization_config"):
+        # Its tower may be quantized, too.
+        return None, (f"{where}: images are not supported in a quantized checkpoint",)
+    return vision, ()
 
 
 def _parse_norm_eps(fields: ConfigFields) -> float:

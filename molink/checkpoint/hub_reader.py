@@ -26,7 +26,7 @@ from molink.checkpoint.manifest import (
     ShardEntry,
 )
 from molink.checkpoint.model_folder import ModelFolder
-from molink.checkpoint.multimodal import extract_text_tensors
+from molink.checkpoint.multimodal import rename_tensors
 from molink.checkpoint.safetensors_header import TensorSpan, header_length, parse_header
 from molink.errors import BrokenModel, Unavailable
 from molink.files import is_plain
@@ -101,7 +101,7 @@ class HubReader:
         path = PurePosixPath(file.name)
         length = header_length(self.read_range(file.name, 0, 8), file.nbytes, path)
         found = parse_header(path, self.read_range(file.name, 8, length), file.nbytes)
-        return extract_text_tensors(found, file.name)
+        return rename_tensors(found, file.name)
 
     def read_range(self, file: str, first: int, length: int) -> bytes:
         """Read ``length`` bytes of a file, fewer at its end; raises as :meth:`read_header`."""

@@ -20,11 +20,17 @@ from molink.checkpoint.foreign_formats import (
 )
 from molink.checkpoint.low_bit import LowBitScheme, can_be_low_bit
 from molink.checkpoint.model_task import MODULES_FILE, POOLING_FILE, SCORE_FILE
-from molink.checkpoint.multimodal import extract_text_tensors
+from molink.checkpoint.multimodal import rename_tensors
 from molink.checkpoint.placement_facts import model_facts
 from molink.checkpoint.prequantized import required_tensors
 from molink.checkpoint.safetensors_header import TensorRequirement, TensorSpan, read_header
-from molink.checkpoint.tensor_layout import TensorShapes, stage_tensors
+from molink.checkpoint.tensor_layout import TensorShapes, stage_tensors, vision_tensors
+from molink.checkpoint.vision import (
+    CONNECTOR_PREFIX,
+    PREPROCESSOR_FILE,
+    PROCESSOR_FILE,
+    TOWER_PREFIX,
+)
 from molink.errors import BrokenModel, ModelNotFound, UnsupportedModel, UsageError
 from molink.facts.dtypes import WeightDType
 from molink.facts.layer_range import format_layers
@@ -45,11 +51,14 @@ METADATA_FILES = (
     "special_tokens_map.json",
     "chat_template.jinja",
     "chat_template.json",
+    PREPROCESSOR_FILE,
+    PROCESSOR_FILE,
     MODULES_FILE,
     POOLING_FILE,
     SCORE_FILE,
     ADAPTERS_FILE,
 )
+_VISION_PREFIXES = (TOWER_PREFIX, CONNECTOR_PREFIX)
 _WEIGHT_DTYPES: dict[str, WeightDType] = {"F32": "f32", "BF16": "bf16", "F16": "f16"}
 
 
@@ -108,6 +117,7 @@ class ModelFolder:
         """Return also the shapes of the required tensors."""
         refuse_foreign_tensors(path, tensors)
         config = ModelConfig.load_folder(path, _find_dtype(tensors))
+        tensors = _drop_unread(tensors, config)
         first, last = (0, config.layers) if layers is None else layers
         if not 0 <= first < last <= config.layers:
             given = format_layers((first, last))
@@ -137,10 +147,12 @@ def _check_metadata(path: Path) -> None:
 def scan_tensors(path: Path) -> dict[str, TensorSpan]:
     """Tensors of all safetensors files; the index decides between duplicates.
 
-    Of a multimodal model, they are the text model's, under its names.
+    They have molink's names (:func:`.rename_tensors`); those of a vision tower that is not served
+    are left out.
 
     Raises:
         BrokenModel: no file, or one is truncated or inconsistent.
+        UnsupportedModel: it has a vision tower beside an unsupported text model.
     """
     files = sorted(path.glob("*.safetensors"))
     if not files:
@@ -148,12 +160,14 @@ def scan_tensors(path: Path) -> dict[str, TensorSpan]:
     preferred = read_weight_map(path)
     tensors: dict[str, TensorSpan] = {}
     for file in files:
-        for name, span in extract_text_tensors(read_header(file), str(file)).items():
+        for name, span in rename_tensors(read_header(file), str(file)).items():
             known = tensors.get(name)
             if known is None or preferred.get(name) == span.file:
                 tensors[name] = span
             elif preferred.get(name) != known.file and known.shape != span.shape:
                 raise BrokenModel(f"{path}: tensor {name} differs in {known.file} and {span.file}")
+    if any(name.startswith(_VISION_PREFIXES) for name in tensors):
+        return _drop_unread(tensors, ModelConfig.load_folder(path))
     return tensors
 
 
@@ -167,7 +181,17 @@ def read_weight_map(path: Path) -> dict[str, str]:
     for file in set(found.values()):
         if fault := find_path_fault(file):
             raise BrokenModel(f"{path / INDEX_FILE}: weight_map has {file[:200]!a}, which {fault}")
-    return extract_text_tensors(found, str(path / INDEX_FILE))
+    return rename_tensors(found, str(path / INDEX_FILE))
+
+
+def _drop_unread(tensors: dict[str, TensorSpan], config: ModelConfig) -> dict[str, TensorSpan]:
+    """Leave out what a vision tower doesn't need, such as a head that classifies images."""
+    known = vision_tensors(config)
+    return {
+        name: span
+        for name, span in tensors.items()
+        if name in known or not name.startswith(_VISION_PREFIXES)
+    }
 
 
 def _find_dtype(tensors: dict[str, TensorSpan]) -> WeightDType:

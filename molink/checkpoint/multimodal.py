@@ -1,8 +1,9 @@
-"""Multimodal models, of which molink serves the text model.
+"""Multimodal models: their text model, and the names of what sees.
 
 Their ``config.json`` has the text model's fields in ``text_config``. Its tensors are prefixed
 ``language_model.``, or ``model.language_model.`` from transformers 4.52 on; all others belong to
-the vision model. Tensors of a bare decoder lack the prefix ``model.``.
+the vision tower and its connector (:mod:`molink.checkpoint.vision`). Tensors of a bare decoder lack
+the prefix ``model.``.
 """
 
 import re
@@ -10,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from molink.checkpoint.config_fields import ConfigFields
+from molink.checkpoint.vision import CONNECTOR_PREFIX, TOWER_PREFIX
 from molink.errors import BrokenModel
 
 #: ``architectures`` entry → ``model_type`` of the text model where the config does not say.
@@ -73,14 +75,24 @@ _OLMO_NORM = re.compile(rf"(?<=\.)({'|'.join(_OLMO_NORMS)})(?=\.weight$)")
 #: Names of a decoder that was saved without its outer model, as embedding models often are.
 _BARE_NAME = re.compile(r"embed_tokens\.|layers\.\d+\.(?:self_attn|linear_attn|mlp|\w*layernorm)\.")
 _BARE_NORM = "norm.weight"
-_VISION_PREFIXES = tuple(
-    f"{outer}{part}."
-    for outer in ("", "model.")
-    for part in (
-        *("vision_tower", "vision_model", "visual", "multi_modal_projector", "connector"),
-        *("embed_tokens_extend", "audio_tower", "embed_vision", "embed_audio"),
+#: Prefixes of what sees; the longest first.
+_VISION_PREFIXES = {
+    f"{outer}{part}.": prefix
+    for part, prefix in (
+        ("vision_tower.vision_model", TOWER_PREFIX),
+        ("vision_tower", TOWER_PREFIX),
+        ("vision_model", TOWER_PREFIX),
+        ("visual", TOWER_PREFIX),
+        ("multi_modal_projector", CONNECTOR_PREFIX),
+        ("connector", CONNECTOR_PREFIX),
+        # Phi-4-multimodal, Gemma 4
+        ("embed_tokens_extend", TOWER_PREFIX),
+        ("audio_tower", TOWER_PREFIX),
+        ("embed_vision", CONNECTOR_PREFIX),
+        ("embed_audio", CONNECTOR_PREFIX),
     )
-)
+    for outer in ("", "model.")
+}
 #: Phi-4-multimodal as released: adapters for images and speech, and the weights that they adapt.
 _INNER_ADAPTER = re.compile(r".+\.lora_[AB]\.(?:vision|speech)\.weight")
 _ADAPTED_LAYER = ".base_layer."
@@ -107,8 +119,8 @@ def extract_text_config(raw: Mapping[str, Any], where: str) -> Mapping[str, Any]
     return {**defaults, **inner, **outer, "architectures": None}
 
 
-def extract_text_tensors(found: Mapping[str, T], where: str) -> dict[str, T]:
-    """Return tensors of a file under the text model's names, without vision tensors.
+def rename_tensors(found: Mapping[str, T], where: str) -> dict[str, T]:
+    """Return tensors of a file under molink's names: the text model's, and those of what sees.
 
     Raises:
         BrokenModel: two tensors get the same name.
@@ -118,13 +130,20 @@ def extract_text_tensors(found: Mapping[str, T], where: str) -> dict[str, T]:
     if bare and _BARE_NORM in found:
         bare.add(_BARE_NORM)
     for name, tensor in found.items():
-        if name.startswith(_VISION_PREFIXES) or _INNER_ADAPTER.fullmatch(name):
+        if _INNER_ADAPTER.fullmatch(name):
             continue
-        ours = f"model.{name}" if name in bare else _text_name(name)
+        ours = _vision_name(name)
+        if ours is None:
+            ours = f"model.{name}" if name in bare else _text_name(name)
         if ours in named:
             raise BrokenModel(f"{where}: tensor {ours} exists under two names")
         named[ours] = tensor
     return named
+
+
+def _vision_name(name: str) -> str | None:
+    begun = next((begin for begin in _VISION_PREFIXES if name.startswith(begin)), None)
+    return None if begun is None else _VISION_PREFIXES[begun] + name.removeprefix(begun)
 
 
 def _text_name(name: str) -> str:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from molink.checkpoint.adapters import MAX_RANK, MAX_SCALE, AdaptedModule, Adapter
 from molink.checkpoint.config import ModelConfig
 from molink.checkpoint.config_fields import ConfigFields, read_json
-from molink.checkpoint.multimodal import extract_text_tensors
+from molink.checkpoint.multimodal import rename_tensors
 from molink.checkpoint.safetensors_header import FLOAT_DTYPES, TensorSpan, read_header
 from molink.checkpoint.tensor_layout import adaptable_projections
 from molink.errors import BrokenModel, ModelNotFound, UnsupportedModel
@@ -195,7 +195,7 @@ def _pair_tensors(
     if strays:
         raise UnsupportedModel(f"{path}: tensor {strays[0]} is not one of a LoRA adapter of PEFT")
     inner = {name.removeprefix(_PREFIX): span for name, span in tensors.items()}
-    for name, span in extract_text_tensors(inner, str(path)).items():
+    for name, span in rename_tensors(inner, str(path)).items():
         match = _TENSOR_NAME.fullmatch(name)
         if match is None:
             raise UnsupportedModel(

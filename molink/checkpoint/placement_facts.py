@@ -17,6 +17,7 @@ from molink.checkpoint.tensor_layout import (
     first_stage_tensors,
     last_stage_tensors,
     layer_tensors,
+    vision_tensors,
 )
 from molink.facts.dtypes import DTYPE_SIZES, KV_SCALE_BYTES, OUTPUT_MULTIPLE, narrow_dtype
 from molink.facts.kernels import MAX_KERNEL_HEAD_DIM
@@ -51,6 +52,8 @@ def model_facts(
         layer_bytes=max(_count_elements(shapes) for shapes in layers) * size,
         first_bytes=_count_elements(first_stage_tensors(config)) * size,
         last_bytes=_count_elements(last_stage_tensors(config)) * size,
+        vision_bytes=_count_elements(vision_tensors(config)) * size,
+        image_elements=0 if config.vision is None else config.vision.image_elements,
         kv_bytes=config.kv_kinds * keys * size,
         int8_kv_bytes=config.kv_kinds
         * max(shape.kv_heads * (shape.head_dim + KV_SCALE_BYTES) for shape in shapes),

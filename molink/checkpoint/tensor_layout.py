@@ -262,8 +262,13 @@ def _expert_tensors(experts: ExpertsConfig, hidden: int) -> _Projections:
 
 
 def first_stage_tensors(config: ModelConfig) -> TensorShapes:
-    """Tensors that the first stage needs besides its layers."""
+    """Tensors that the first stage needs besides its layers and a vision tower."""
     return {EMBEDDING_NAME: (config.vocab_size, config.hidden_size)}
+
+
+def vision_tensors(config: ModelConfig) -> TensorShapes:
+    """Tensors of the vision tower and its connector, which the first stage holds, too."""
+    return {} if config.vision is None else config.vision.tensors
 
 
 def last_stage_tensors(config: ModelConfig) -> TensorShapes:
@@ -280,7 +285,7 @@ def stage_tensors(config: ModelConfig, first: int, last: int) -> TensorShapes:
     """Tensors of layers ``first … last - 1``, and of the model's ends."""
     shapes: TensorShapes = {}
     if first == 0:
-        shapes |= first_stage_tensors(config)
+        shapes |= first_stage_tensors(config) | vision_tensors(config)
     for layer in range(first, last):
         shapes |= layer_tensors(config, layer)
     if last == config.layers:

@@ -147,7 +147,8 @@ class Footprint:
 
     #: Weights of one layer.
     layer_bytes: int
-    #: Weights of the first and the last stage besides their layers, and what both share.
+    #: Weights of the first and the last stage besides their layers, and what both share. The first
+    #: includes a vision tower and its rows of an image.
     first_bytes: int
     last_bytes: int
     shared_bytes: int
@@ -200,6 +201,7 @@ class Footprint:
                 packed += packed // _REPEATED_SCALES
             layer = scaled(facts.layer_bytes - facts.projection_bytes) + packed
         # Norms are computed in f32, with input and result in memory.
+        vision = scaled(facts.vision_bytes) + facts.image_elements * element
         row = facts.row_elements * element + 2 * facts.hidden * DTYPE_SIZES["f32"]
         if mode == "int8" and facts.hidden and not target.keeps_planes:
             row += facts.widest // facts.hidden * _PRODUCT_BYTES
@@ -215,7 +217,7 @@ class Footprint:
             copied += token
         return cls(
             layer_bytes=layer,
-            first_bytes=first,
+            first_bytes=first + vision,
             last_bytes=last,
             shared_bytes=first if facts.tied else 0,
             token_bytes=token,

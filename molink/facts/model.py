@@ -73,6 +73,9 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     #: Embedding (first stage); final norm and output head (last stage).
     first_bytes: Count
     last_bytes: Count
+    #: Vision tower and connector (first stage), and elements of its rows for the largest image.
+    vision_bytes: Count = 0
+    image_elements: Count = 0
     #: KV cache of one token in one layer with attention.
     kv_bytes: Count
     #: The same with ``int8``.

@@ -23,6 +23,7 @@ from molink.wire.messages.data_plane import (
     Grammar,
     History,
     Padding,
+    PromptImages,
     Release,
     RingMessage,
     SwapIn,
@@ -140,7 +141,7 @@ class VolumeAssembly:
 
 
 #: Messages of the scheduler, which every stage forwards unchanged.
-_FORWARDED = Admit | Grammar | History | BlockTable | SwapOut | SwapIn | Release
+_FORWARDED = Admit | Grammar | History | PromptImages | BlockTable | SwapOut | SwapIn | Release
 
 
 class Arrival(msgspec.Struct, frozen=True):

@@ -10,6 +10,7 @@ from molink.wire.messages.data_plane import (
     BlockTable,
     Grammar,
     History,
+    PromptImages,
     Release,
     SwapIn,
     SwapOut,
@@ -49,6 +50,10 @@ class ControlExecutor:
                         self._forward(body, None)
                 case Grammar() | History():
                     self._apply_or_forward(body, control.data)
+                case PromptImages():
+                    self._requests.set_images(body.request, body.spans, control.data)
+                    if not self._shape.is_last:
+                        self._forward(body, None)
                 case BlockTable():
                     self._requests.append_blocks(body.request, parse_block_ids(body, control.data))
                     self._forward_blocks(body, control.data)

@@ -4,9 +4,9 @@ One instance per stage and epoch, without I/O. The messages of the two channels 
 interleaving; each channel keeps its order. Sequence numbers (``seq``) say which messages come
 before which. At one stage a ``seq`` is *complete*
 
-- of an ``Admit``, ``Grammar``, ``History``, ``BlockTable``, ``SwapOut`` or ``SwapIn``: on arrival.
-  They share a channel and arrive in order of issue. Swaps copy in this order, before any step that
-  is taken later.
+- of an ``Admit``, ``Grammar``, ``History``, ``PromptImages``, ``BlockTable``, ``SwapOut`` or
+  ``SwapIn``: on arrival. They share a channel and arrive in order of issue. Swaps copy in this
+  order, before any step that is taken later.
 - of a ``Volume``: when all of its rows have run, or as soon as none is left to run.
 - of a ``Tombstone``: on arrival. An earlier stage completed that volume without running it.
 - of a ``Release``: when ``after_seq`` and all ``pending_seqs`` are complete.
@@ -49,8 +49,8 @@ knows what it sent, fails the requests concerned. These are invalid:
 - rows of a request that was never admitted or has incomplete earlier rows, rows that its block
   table doesn't hold, and copies from blocks that don't exist;
 - an ``Admit`` of an old id;
-- a ``History``, ``Grammar`` or ``BlockTable`` of a request that isn't live, out of order, repeated
-  or late;
+- a ``History``, ``Grammar``, ``PromptImages`` or ``BlockTable`` of a request that isn't live, out
+  of order, repeated or late;
 - a ``SwapOut`` of a request that isn't live or has incomplete rows, or of blocks that don't exist
   or repeat; a ``SwapIn`` also if its host blocks hold anything but that ``SwapOut``'s data. No row
   runs of a request with a rejected ``SwapIn``;
@@ -84,6 +84,7 @@ from molink.wire.messages.data_plane import (
     BlockTable,
     Grammar,
     History,
+    PromptImages,
     Release,
     RequestSlice,
     SwapIn,
@@ -192,6 +193,7 @@ class TrackedRequest:
     num_blocks: int = 0
     last_seq: int = 0
     has_grammar: bool = False
+    has_images: bool = False
     #: Whether a rejected message left its blocks without data: none of its rows can run.
     is_broken: bool = False
 
@@ -215,6 +217,15 @@ class TrackedRequest:
         if not proper or self.last_seq or self.num_ids or self.has_grammar:
             return False
         self.has_grammar = True
+        return True
+
+    def add_images(self, images: PromptImages, limits: ScoreboardLimits) -> bool:
+        """Record images; ``False`` if they are late, repeated, out of order or too far."""
+        ends = [0, *(span.end for span in images.spans)]
+        proper = all(end <= span.start for end, span in zip(ends, images.spans, strict=False))
+        if not proper or ends[-1] > limits.max_model_len or self.last_seq or self.has_images:
+            return False
+        self.has_images = True
         return True
 
     def add_blocks(self, blocks: Sequence[int], limits: ScoreboardLimits) -> bool:
@@ -390,6 +401,8 @@ class Scoreboard:
                 self._on_grammar(body, data, now)
             case History():
                 self._on_history(body, data, now)
+            case PromptImages():
+                self._on_images(body, data, now)
             case BlockTable():
                 self._on_block_table(body, data, now)
             case SwapOut():
@@ -524,6 +537,15 @@ class Scoreboard:
             self._complete_control(history, data)
         else:
             self._refuse(history.seq, "bad_histories", now)
+
+    def _on_images(self, images: PromptImages, data: object, now: float) -> None:
+        known = self._requests.get_request(images.request)
+        if known is None:
+            self._refuse(images.seq, "stray_images", now)
+        elif known.add_images(images, self._limits):
+            self._complete_control(images, data)
+        else:
+            self._refuse(images.seq, "bad_images", now)
 
     def _on_block_table(self, table: BlockTable, data: object, now: float) -> None:
         known = self._requests.get_request(table.request)

@@ -6,6 +6,7 @@ from typing import Protocol
 
 from molink.facts.drafts import DraftBatch, DraftResults
 from molink.facts.dtypes import DTYPE_SIZES, DType
+from molink.facts.images import ImageSpan
 from molink.link.policies.base import LinkEvent
 from molink.ring.step import BlockCopy, StepInput, StepResult
 from molink.wire.messages.codec import Buffer
@@ -53,6 +54,9 @@ class StageRequests(Protocol):
 
     def set_grammar(self, request: int, text: bytes) -> None:
         """Set the grammar that constrains the answer, before any of it is sampled."""
+
+    def set_images(self, request: int, spans: Sequence[ImageSpan], rows: object) -> None:
+        """Set the images of the prompt, before any of its rows; ``rows`` at stage 0 only."""
 
     def append_blocks(self, request: int, blocks: Sequence[int]) -> None:
         """Append blocks to the request's block table."""

@@ -11,6 +11,7 @@ from molink.wire.messages.data_plane import (
     Grammar,
     History,
     PooledRow,
+    PromptImages,
     Release,
     SamplerOutput,
     SwapIn,
@@ -20,7 +21,9 @@ from molink.wire.messages.data_plane import (
     Volume,
 )
 
-ControlMessage = Admit | Grammar | History | BlockTable | SwapOut | SwapIn | Release | Tombstone
+ControlMessage = (
+    Admit | Grammar | History | PromptImages | BlockTable | SwapOut | SwapIn | Release | Tombstone
+)
 
 
 class CompletedControl(msgspec.Struct, frozen=True):

@@ -15,6 +15,7 @@ from molink.wire.messages.data_plane import (
     BlockTable,
     Grammar,
     History,
+    PromptImages,
     Release,
     RequestSlice,
     StateCopy,
@@ -37,15 +38,15 @@ MIN_DECODE_ROOM = _SLICE_BYTES_MAX // (_SLICE_BYTES + 2 * _ID_BYTES)
 
 @dataclass(frozen=True, slots=True)
 class ControlWithPayload:
-    """A control message with its payload, ``ids`` or ``text``."""
+    """A control message with its payload: ``ids``, or ``data`` as it is."""
 
-    body: Admit | Grammar | History | BlockTable | SwapIn | SwapOut | Release
+    body: Admit | Grammar | History | PromptImages | BlockTable | SwapIn | SwapOut | Release
     ids: Sequence[int] | None = None
-    text: bytes | None = None
+    data: object = None
 
     @property
-    def payload(self) -> bytes | None:
-        return self.text if self.ids is None else array("i", self.ids).tobytes()
+    def payload(self) -> object:
+        return self.data if self.ids is None else array("i", self.ids).tobytes()
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +245,11 @@ class ControlIssuer:
         if request.grammar:
             state.last_seq = self._in_flight.issue_seq()
             grammar = Grammar(state.last_seq, state.id, Payload("u8", (len(request.grammar),)))
-            control.append(ControlWithPayload(grammar, text=request.grammar))
+            control.append(ControlWithPayload(grammar, data=request.grammar))
+        if state.image_spans:
+            state.last_seq = self._in_flight.issue_seq()
+            images = PromptImages(state.last_seq, state.id, state.image_spans)
+            control.append(ControlWithPayload(images, data=state.image_rows))
         if request.sampling_params.needs_history or (request.grammar and state.num_output_tokens):
             for first, ids in _split_ids(state.tokens):
                 state.last_seq = self._in_flight.issue_seq()

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from molink.facts.images import ImageSpan
 from molink.facts.ring_times import RequestCosts
 from molink.scheduler.blocks import HostCopy
 from molink.scheduler.in_flight import RoundTripCounter
@@ -52,6 +53,9 @@ class RequestState:
     deadline_s: float = 0.0
     #: Number of the request's adapter among the model's; 0 for none.
     adapter: int = 0
+    #: Where the images of its prompt lie, and their rows, which only stage 0 understands.
+    image_spans: tuple[ImageSpan, ...] = ()
+    image_rows: object = None
     #: When it arrived at this scheduler, and when its first token did.
     arrived_at: float = 0.0
     first_token_at: float = 0.0
@@ -117,11 +121,14 @@ class RequestState:
         credit_window: int = 256,
         elapsed_s: float = 0.0,
         adapter: int = 0,
+        image_spans: tuple[ImageSpan, ...] = (),
+        image_rows: object = None,
     ) -> "RequestState":
         """The state of a request that ``peer`` submits under ``key``.
 
         ``output_ids`` were generated in an earlier epoch; the client asked ``elapsed_s`` seconds
-        ago. ``adapter`` is the number of the request's adapter.
+        ago. ``adapter`` is the number of the request's adapter, ``image_rows`` are the rows of its
+        images at ``image_spans``.
         """
         tokens = [*request.prompt_token_ids, *output_ids]
         max_queue_s = 0.0 if output_ids else request.max_queue_s
@@ -136,6 +143,8 @@ class RequestState:
             max_queue_s=max_queue_s and max(MIN_TIMEOUT_S, max_queue_s - elapsed_s),
             deadline_s=request.deadline_s and max(MIN_TIMEOUT_S, request.deadline_s - elapsed_s),
             adapter=adapter,
+            image_spans=image_spans,
+            image_rows=image_rows,
         )
 
     def set_arrival(self, now: float, cached: int = 0, costs: RequestCosts | None = None) -> None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from molink.facts.drafts import MAX_DRAFTS, DraftBatch, DraftRequest, DraftResults, DraftTokens
+from molink.facts.images import ImageSpan
 from molink.ring.stage import StageShape
 from molink.ring.step import BlockCopy, StepInput, StepOutput, StepResult
 from molink.sim.event_queue import EventQueue, ScheduledCallback
@@ -47,6 +48,9 @@ class SimStageRequests:
         """Ignored."""
 
     def set_grammar(self, request: int, text: bytes) -> None:
+        """Ignored."""
+
+    def set_images(self, request: int, spans: Sequence[ImageSpan], rows: object) -> None:
         """Ignored."""
 
     def append_blocks(self, request: int, blocks: Sequence[int]) -> None:

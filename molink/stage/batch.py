@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from molink.facts.images import ImageSpan
+
 
 @dataclass(frozen=True, slots=True)
 class SequenceRows:
@@ -17,7 +19,8 @@ class SequenceRows:
     ``max_positions`` is the length that the request may reach, 0 for its current one. Models that
     rotate long sequences differently (LongRoPE) choose by it; requests that share blocks must agree
     on it. Recurrent layers keep the request's state in ``state_slot``, and start afresh at position
-    0. ``adapter`` is the number of the request's adapter, 0 for none.
+    0. ``adapter`` is the number of the request's adapter, 0 for none. ``images`` are those of
+    its prompt.
     """
 
     start: int
@@ -26,6 +29,7 @@ class SequenceRows:
     max_positions: int = 0
     state_slot: int = 0
     adapter: int = 0
+    images: tuple[ImageSpan, ...] = ()
 
     @property
     def end(self) -> int:
@@ -46,14 +50,27 @@ class StageOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class ImageRows:
+    """Rows ``[n, hidden]`` of images, which replace the embeddings of the step's rows ``indices``.
+
+    They are on the host, in the compute type.
+    """
+
+    indices: Sequence[int]
+    rows: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class StageInput:
     """Token-flat rows of a micro-batch, in the order of ``sequences``.
 
     The first stage gets ``tokens`` (int64 ``[T]``), others ``hidden`` (``[T, hidden_size]``, any
     float dtype). The last stage returns logits of the rows ``logit_rows``, or their normed rows.
+    ``tokens`` that stand for ``image_rows`` may be any of the vocabulary.
     """
 
     tokens: Tensor | None
     hidden: Tensor | None
     sequences: tuple[SequenceRows, ...]
     logit_rows: tuple[int, ...] = ()
+    image_rows: ImageRows | None = None

@@ -103,7 +103,11 @@ class LayerPass:
     def embed_batch(self, batch: StageInput) -> Tensor:
         """Residual rows ``[T, hidden]`` of a step, on the device."""
         if batch.tokens is not None and self.is_first:
-            return self.embed_tokens(upload_tensor(batch.tokens, self.device))
+            rows = self.embed_tokens(upload_tensor(batch.tokens, self.device))
+            if (seen := batch.image_rows) is not None:
+                found = upload_tensor(seen.rows, self.device).to(rows.dtype)
+                rows[upload_integers(seen.indices, self.device)] = found
+            return rows
         if batch.hidden is None:
             raise InvariantError("a stage got neither tokens nor hidden rows")
         return self.widen_rows(upload_tensor(batch.hidden, self.device))

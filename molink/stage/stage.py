@@ -288,6 +288,19 @@ class Stage:
         )
 
     @torch.inference_mode()
+    def encode_image(self, pixels: Tensor) -> Tensor:
+        """Rows ``[n, hidden_size]`` of an image (uint8 ``[height, width, 3]``), on the device.
+
+        Raises:
+            InvariantError: this stage has no vision tower, or it doesn't take that size.
+        """
+        tower = self._decoder.vision
+        if tower is None:
+            raise InvariantError(f"stage {self.layers} has no vision tower")
+        self._set_device()
+        return tower.encode_image(pixels)
+
+    @torch.inference_mode()
     def capture_next_graph(self) -> bool:
         """Capture one useful CUDA graph; return whether one was tried.
 
@@ -489,7 +502,9 @@ class Stage:
         if layers.attention.reads_unwritten:
             layers.pool.zero_blocks(fresh)
         step = LocatedRows(batch, positions, slots)
-        replayed = None if self._graphs is None else self._graphs.replay_step(step)
+        replayed = None
+        if self._graphs is not None and batch.image_rows is None:
+            replayed = self._graphs.replay_step(step)
         if replayed is not None:
             return replayed
         return StageOutput(layers.run_step(step, between_layers))

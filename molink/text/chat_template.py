@@ -67,6 +67,15 @@ class ChatTemplate:
             self.source, lambda messages, tools: self.render_prompt(messages, tools=tools)
         )
 
+    @cached_property
+    def wants_parts(self) -> bool:
+        """Whether it shows only contents that are lists of parts, as some models that see do."""
+        probe = "molink"
+        try:
+            return probe not in self.render_prompt([{"role": "user", "content": probe}])
+        except RequestError:
+            return False
+
     def render_prompt(
         self,
         messages: Sequence[Mapping[str, Any]],

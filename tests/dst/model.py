@@ -9,6 +9,7 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from random import Random
 
+from molink.facts.images import ImageSpan
 from molink.ring.step import StepInput, StepOutput, StepResult
 from molink.wire.messages.data_plane import (
     Admit,
@@ -84,6 +85,9 @@ class Requests:
     def add_history(self, request: int, first: int, ids: memoryview) -> None:
         assert first == len(self._states[request].history)
         self._states[request].history.extend(ids)
+
+    def set_images(self, request: int, spans: Sequence[ImageSpan], rows: object) -> None:
+        """Do nothing: its prompts have no images."""
 
     def append_blocks(self, request: int, blocks: Sequence[int]) -> None:
         self._states[request].blocks.extend(blocks)

@@ -26,7 +26,7 @@ from molink.wire.messages.worker_pipe import (
     RingFormed,
     WorkerLoaded,
 )
-from molinkd.worker.request_receiver import RequestReceiver
+from molinkd.worker.request_receiver import ReceiverModel, RequestReceiver
 from tests.dst.model import BLOCK, HIDDEN, VOCABULARY, Executor, Requests
 from tests.dst.network import Dial, Listener, Sender
 from tests.dst.process import Failure, Pc, Process
@@ -206,7 +206,9 @@ class Worker(Process):
         def receiver(scheduler: Scheduler) -> RequestReceiver:
             assert self.listener is not None
             receivers.append(
-                RequestReceiver(scheduler, start.pipeline, VOCABULARY, self.listener.send)
+                RequestReceiver(
+                    scheduler, start.pipeline, ReceiverModel(VOCABULARY), self.listener.send
+                )
             )
             return receivers[0]
 

@@ -77,6 +77,7 @@ class FakeBackend:
     adapters: tuple[str, ...] = ()
     parameters: int = 0
     quantization: str = ""
+    sees_images: bool = False
     #: Served beside it, with the same tokenizer.
     others: Sequence[ServedModel] = ()
     #: What ``molink status --json`` would say, and how often it was asked for.
@@ -109,6 +110,7 @@ class FakeBackend:
                 adapters=self.adapters,
                 parameters=self.parameters,
                 quantization=self.quantization,
+                sees_images=self.sees_images,
             ),
             *self.others,
         ]

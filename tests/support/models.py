@@ -378,7 +378,8 @@ def write_model(
 ) -> Path:
     """Write a random small Hugging Face model of ``family`` into ``folder`` and return it.
 
-    ``overrides`` are fields of its config. Weights are large enough for logits to differ clearly.
+    ``overrides`` are fields of its config; of one that sees, ``vision_config`` and ``outer_config``
+    are others'. Weights are large enough for logits to differ clearly.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
@@ -401,8 +402,10 @@ def write_model(
     kind: Any = AutoModelForCausalLM
     if family in SIGHT:
         tied = settings["tie_word_embeddings"]
-        sight = _SMALL_SIGHT | SIGHT[family]
+        sight = _SMALL_SIGHT | SIGHT[family] | settings.pop("vision_config", {})
+        outer = settings.pop("outer_config", {})
         settings = {"text_config": settings, "vision_config": sight, "tie_word_embeddings": tied}
+        settings |= outer
         kind = AutoModelForImageTextToText
     # Configs may change what they are given.
     config = AutoConfig.for_model(family, **copy.deepcopy(settings))

@@ -35,6 +35,9 @@ class ApiSettings:
     cors_origins: tuple[str, ...] = ()
     share_prefix_cache: bool = False
     max_body_bytes: int = 2 * MIB
+    #: The same while a served model takes images, and how many bodies may be that large at once.
+    max_image_body_bytes: int = 32 * MIB
+    max_image_bodies: int = 8
     max_connections: int = 512
     #: Maximum number of bodies received at once.
     max_concurrent_bodies: int = 64
@@ -72,6 +75,8 @@ class ApiSettings:
             )
         bounds = (
             self.max_body_bytes,
+            self.max_image_body_bytes,
+            self.max_image_bodies,
             self.max_connections,
             self.max_concurrent_bodies,
             self.max_choices,

@@ -71,7 +71,9 @@ def create_app(
     recorder = RequestRecorder()
     shell = _Middleware(AccessGuard(settings), recorder, settings)
     app = web.Application(middlewares=[shell.handle_request])
-    app[BODIES] = bodies = BodyReader(settings)
+    app[BODIES] = bodies = BodyReader(
+        settings, lambda: any(model.sees_images for model in backend.list_models())
+    )
     catalog = ModelCatalog(backend, settings.tool_call_parser)
     generator = GenerationHandler(backend, settings, recorder, reader, catalog)
     app[ANSWERS] = generator.running_answers

@@ -21,6 +21,7 @@ class ServedModel:
     form in which they are stored. ``root`` identifies the model's content, ``task`` is what
     it is made for, and ``hidden_size`` is the length of its rows. ``adapters`` are the names of its
     adapters; each is a model of its own for clients, whose ``base`` is this one's name.
+    ``sees_images`` tells whether it takes images.
     """
 
     name: str
@@ -36,6 +37,7 @@ class ServedModel:
     base: str = ""
     parameters: int = 0
     quantization: str = ""
+    sees_images: bool = False
 
     @property
     def pipeline_model(self) -> str:

@@ -1,12 +1,13 @@
 """Reads request bodies within limits of size, rate and concurrency."""
 
 import asyncio
+from collections.abc import Callable
 from typing import TypeVar
 
 import msgspec
 from aiohttp import web
 
-from molink.errors import RequestError
+from molink.errors import Overloaded, RequestError
 from molinkd.api.api_settings import ApiSettings
 from molinkd.api.ignored_fields import IgnoredFieldsReporter
 from molinkd.api.openai.schema import decode_body
@@ -22,8 +23,12 @@ class BodyReader:
     sooner than one on a slow line.
     """
 
-    def __init__(self, settings: ApiSettings) -> None:
+    def __init__(self, settings: ApiSettings, sees_images: Callable[[], bool]) -> None:
+        """``sees_images`` tells whether a served model takes images, so that bodies are larger."""
         self._settings = settings
+        self._sees_images = sees_images
+        #: Incomplete bodies that are larger than those without images.
+        self._num_large = 0
         #: One timeout for each incomplete body; it expires when the body is too late.
         self._deadlines: set[asyncio.Timeout] = set()
         self._ignored_fields = IgnoredFieldsReporter()
@@ -45,15 +50,17 @@ class BodyReader:
 
         Raises:
             ProblemError: the body is too large or arrives too slowly.
+            Overloaded: other bodies are as large.
             RequestError: the body is malformed.
             ConnectionError: the client disconnected.
         """
         settings, content = self._settings, request.content
         if request.transport is None:  # aiohttp would raise RuntimeError
             raise ConnectionResetError("the client disconnected")
-        if (request.content_length or 0) > settings.max_body_bytes:
-            raise _too_large(settings)
-        begin = asyncio.get_running_loop().time() + settings.body_timeout_s
+        limit = self._max_bytes
+        if (request.content_length or 0) > limit:
+            raise _too_large(limit)
+        begin, is_large = asyncio.get_running_loop().time() + settings.body_timeout_s, False
         data = bytearray()
         try:
             async with asyncio.timeout_at(begin) as deadline:
@@ -61,8 +68,11 @@ class BodyReader:
                     self._admit_body(deadline)
                 async for chunk in content.iter_any():
                     data += chunk
-                    if len(data) > settings.max_body_bytes:
-                        raise _too_large(settings)
+                    if len(data) > limit:
+                        raise _too_large(limit)
+                    if not is_large and len(data) > settings.max_body_bytes:
+                        self._admit_large()
+                        is_large = True
                     deadline.reschedule(begin + len(data) / settings.min_body_rate)
         except TimeoutError:
             text = (
@@ -74,7 +84,20 @@ class BodyReader:
             raise RequestError(f"the body is malformed: {error}") from None
         finally:
             self._deadlines.discard(deadline)
+            self._num_large -= is_large
         return bytes(data)
+
+    @property
+    def _max_bytes(self) -> int:
+        settings = self._settings
+        if not self._sees_images():
+            return settings.max_body_bytes
+        return max(settings.max_body_bytes, settings.max_image_body_bytes)
+
+    def _admit_large(self) -> None:
+        if self._num_large >= self._settings.max_image_bodies:
+            raise Overloaded("too many large requests arrive at once")
+        self._num_large += 1
 
     def drop_slowest(self) -> bool:
         """Drop the body that is furthest behind; ``False`` if there is none."""
@@ -92,11 +115,7 @@ class BodyReader:
         self._deadlines.add(deadline)
 
 
-def _too_large(settings: ApiSettings) -> ProblemError:
+def _too_large(limit: int) -> ProblemError:
     return ProblemError(
-        Problem(
-            413,
-            f"the body is larger than {settings.max_body_bytes} bytes",
-            code="request_too_large",
-        )
+        Problem(413, f"the body is larger than {limit} bytes", code="request_too_large")
     )

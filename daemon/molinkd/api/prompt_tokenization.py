@@ -10,12 +10,15 @@ from typing import Any
 
 import msgspec
 
+from molink.checkpoint.vision import VisionConfig
 from molink.errors import ContextTooLong, RequestError
+from molink.text.chat_template import ChatTemplate
 from molink.text.tokenizer import build_fim_prompt
 from molink.text.tool_calls.template_style import apply_call_style
 from molinkd.api.model_catalog import LoadedModel
-from molinkd.api.openai.schema import ChatBody, ChatMessage, CompletionBody
+from molinkd.api.openai.schema import ChatBody, ChatMessage, CompletionBody, ContentPart
 from molinkd.api.pooling.schema import RerankBody
+from molinkd.api.prompt_images import ConversationImages
 from molinkd.api.prompt_worker_messages import PromptTokens
 from molinkd.api.tool_validation import check_tool_support, tools_for_template
 
@@ -37,12 +40,15 @@ _RANKING_PROMPT = (
 )
 
 
-def tokenize_chat(body: ChatBody, loaded_model: LoadedModel) -> PromptTokens:
-    """Render and tokenize a conversation.
+def tokenize_chat(
+    body: ChatBody, loaded_model: LoadedModel, vision: VisionConfig | None = None
+) -> PromptTokens:
+    """Render and tokenize a conversation; a model with ``vision`` takes images in it.
 
     Raises:
         ContextTooLong: it can't fit the context.
         RequestError: unsupported content, no chat template, or the template rejects it.
+        BrokenModel: the tokenizer doesn't know the tokens of images.
     """
     unsupported = {"echo": body.echo, "suffix": body.suffix, "best_of": (body.best_of or 1) != 1}
     for name in [name for name, value in unsupported.items() if value]:
@@ -55,8 +61,9 @@ def tokenize_chat(body: ChatBody, loaded_model: LoadedModel) -> PromptTokens:
         check_tool_support(loaded_model, template)
     _check_messages(body.messages, loaded_model)
     _check_length(len(msgspec.json.encode(tools)), "tools", loaded_model)
+    images = ConversationImages(vision)
     messages = [
-        _plain_message(message, index, template.knows_developer)
+        _plain_message(message, index, template, images)
         for index, message in enumerate(body.messages)
     ]
     if any("tool_calls" in message for message in messages):
@@ -67,9 +74,11 @@ def tokenize_chat(body: ChatBody, loaded_model: LoadedModel) -> PromptTokens:
     if body.reasoning_effort is not None:
         options.setdefault("reasoning_effort", body.reasoning_effort)
     text = template.render_prompt(messages, options, tools)
-    return PromptTokens(
-        _encode_text(text, "messages", loaded_model, special=False), tail=text[-_TAIL_CHARACTERS:]
-    )
+    tail = text[-_TAIL_CHARACTERS:]
+    if images.cuts:
+        _check_length(len(text), "messages", loaded_model)
+        return images.encode_prompt(text, tail, loaded_model)
+    return PromptTokens(_encode_text(text, "messages", loaded_model, special=False), tail=tail)
 
 
 def tokenize_completion(body: CompletionBody, loaded_model: LoadedModel) -> list[PromptTokens]:
@@ -209,19 +218,25 @@ def _require_ids(ids: Sequence[int], field: str) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def _plain_message(message: ChatMessage, index: int, knows_developer: bool) -> dict[str, Any]:
-    """Return the message for the template: a dict with its content as one text."""
-    content = message.content
-    if isinstance(content, list):
-        content = _join_parts(message, index)
+def _plain_message(
+    message: ChatMessage, index: int, template: ChatTemplate, images: ConversationImages
+) -> dict[str, Any]:
+    """Return the message for the template: a dict with its content as one text, if it can be."""
+    content: str | list[dict[str, str]] | None
+    if isinstance(message.content, list):
+        content = _plain_parts(message.content, index, images)
+    else:
+        content = message.content
     if content is None and not message.tool_calls:
         field = f"messages[{index}].content"
         raise RequestError(f"`{field}`: required", field)
     role = message.role
     plain: dict[str, Any] = {
-        "role": "system" if role == "developer" and not knows_developer else role,
+        "role": "system" if role == "developer" and not template.knows_developer else role,
         "content": content or "",
     }
+    if isinstance(plain["content"], str) and template.wants_parts:
+        plain["content"] = [{"type": "text", "text": plain["content"]}]
     for name in ("name", "tool_call_id", "reasoning_content"):
         value = getattr(message, name)
         if value is not None:
@@ -234,17 +249,24 @@ def _plain_message(message: ChatMessage, index: int, knows_developer: bool) -> d
     return plain
 
 
-def _join_parts(message: ChatMessage, index: int) -> str:
-    """Join text parts with newlines, as vLLM does."""
-    assert isinstance(message.content, list)
-    texts = []
-    for place, part in enumerate(message.content):
+def _plain_parts(
+    parts: Sequence[ContentPart], index: int, images: ConversationImages
+) -> str | list[dict[str, str]]:
+    """Texts joined with newlines, as vLLM does; with images, parts for the template."""
+    plain: list[dict[str, str]] = []
+    for place, part in enumerate(parts):
         field = f"messages[{index}].content[{place}]"
+        if part.type == "image_url":
+            images.add_image(part, field)
+            plain.append({"type": "image"})
+            continue
         if part.type != "text":
             raise RequestError(
                 f"`{field}.type`: {part.type[:32]!r} is not supported, only 'text'", f"{field}.type"
             )
         if part.text is None:
             raise RequestError(f"`{field}.text`: required", f"{field}.text")
-        texts.append(part.text)
-    return "\n".join(texts)
+        plain.append({"type": "text", "text": part.text})
+    if all(part["type"] == "text" for part in plain):
+        return "\n".join(part["text"] for part in plain)
+    return plain

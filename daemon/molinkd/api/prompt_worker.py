@@ -1,7 +1,7 @@
-"""A process that renders chat templates and tokenizes texts, all of them untrusted.
+"""A process that renders chat templates, tokenizes texts and decodes images, all untrusted.
 
-Neither can be interrupted, and a template may hold the GIL, so both run in a process that is killed
-on timeout. It exits when its pipe closes, so that no orphan keeps working.
+None of it can be interrupted, and a template may hold the GIL, so all run in a process that is
+killed on timeout. It exits when its pipe closes, so that no orphan keeps working.
 """
 
 import os
@@ -14,6 +14,7 @@ from typing import BinaryIO
 
 import msgspec
 
+from molink.checkpoint.config import ModelConfig
 from molink.errors import MolinkError
 from molink.text.tokenizer import Tokenizer
 from molink.wire.messages.worker_pipe import read_pipe, write_pipe
@@ -48,7 +49,9 @@ def tokenize_prompts(request: TokenizePrompts, tokenizer: Tokenizer) -> Tokenize
         return TokenizedPrompts(tuple(tokenize_ranking(ranking, loaded_model)))
     if request.kind == "chat":
         chat = unpack_body(request.body, ChatBody)
-        prompt = tokenize_chat(chat, loaded_model)
+        sees = request.sees_images and chat.has_images
+        vision = ModelConfig.load_folder(model.folder).vision if sees else None
+        prompt = tokenize_chat(chat, loaded_model, vision)
         grammar = compile_call_grammar(chat, loaded_model, prompt.tail) or compile_grammar(
             chat, tokenizer
         )

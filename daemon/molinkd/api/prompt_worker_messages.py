@@ -5,6 +5,7 @@ from typing import Literal
 import msgspec
 
 from molink.errors import BrokenModel, ContextTooLong, MolinkError, RequestError
+from molink.facts.images import ImageInput
 from molink.text.tool_calls.formats import ToolCallParserChoice
 from molink.wire.messages.base import Message
 from molinkd.api.model_catalog import LoadedModel
@@ -41,6 +42,7 @@ class TokenizePrompts(Message, frozen=True, tag="read"):
     kind: PromptKind
     body: bytes
     tool_call_parser: ToolCallParserChoice = "auto"
+    sees_images: bool = False
 
     @classmethod
     def from_body(cls, body: PromptBody, loaded_model: LoadedModel) -> "TokenizePrompts":
@@ -60,18 +62,21 @@ class TokenizePrompts(Message, frozen=True, tag="read"):
             kind,
             pack_body(body),
             loaded_model.tool_call_parser,
+            model.sees_images,
         )
 
 
 class PromptTokens(msgspec.Struct, frozen=True):
     """Token ids of a prompt; ``text`` only if the answer must echo it.
 
-    ``tail`` is the end of a conversation's text: a template may start the answer there.
+    ``tail`` is the end of a conversation's text: a template may start the answer there. The ids of
+    rows of ``images`` are made of their pixels.
     """
 
     ids: tuple[int, ...]
     text: str = ""
     tail: str = ""
+    images: tuple[ImageInput, ...] = ()
 
 
 class TokenizedPrompts(Message, frozen=True, tag="prompts"):

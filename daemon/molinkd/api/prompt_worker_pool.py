@@ -16,6 +16,7 @@ from molink.text.tokenizer import Tokenizer
 from molink.wire.messages.worker_pipe import read_pipe, write_pipe
 from molinkd.api.fair_queue import FairQueue, queue_full_error
 from molinkd.api.model_catalog import LoadedModel
+from molinkd.api.openai.schema import ChatBody
 from molinkd.api.prompt_worker_messages import (
     MAX_MESSAGE_BYTES,
     LoadTokenizer,
@@ -86,7 +87,10 @@ class PromptWorkers:
     ) -> TokenizedPrompts:
         """See :class:`PromptTokenizer`."""
         request = TokenizePrompts.from_body(body, loaded_model)
-        pool = self._short if len(request.body) <= SHORT_BODY_BYTES else self._long
+        is_short = len(request.body) <= SHORT_BODY_BYTES
+        # A few bytes may decode to millions of pixels.
+        sees = isinstance(body, ChatBody) and body.has_images
+        pool = self._short if is_short and not sees else self._long
         return await pool.submit_prompt(client, loaded_model.tokenizer, request)
 
     async def close(self) -> None:

@@ -10,6 +10,7 @@ from molinkd.api.openai.schema import (
     ContentPart,
     FunctionDefinition,
     GenerationBody,
+    ImageUrl,
     JsonSchema,
     NamedChoice,
     NamedFunction,
@@ -52,7 +53,7 @@ def copy_scheduling(body: GenerationBody, source: _SchedulingFields) -> None:
     body.timeout, body.cache_salt = source.timeout, source.cache_salt
 
 
-def make_message(role: str, content: str | None, where: str) -> ChatMessage:
+def make_message(role: str, content: str | list[ContentPart] | None, where: str) -> ChatMessage:
     """Build a chat message.
 
     Raises:
@@ -60,7 +61,9 @@ def make_message(role: str, content: str | None, where: str) -> ChatMessage:
     """
     if role not in get_args(Role):
         raise RequestError(f"`{where}.role`: {role[:32]!r} is not supported", f"{where}.role")
-    return ChatMessage(role=cast(Role, role), content=require_value(content, f"{where}.content"))
+    if not isinstance(content, list):
+        content = require_value(content, f"{where}.content")
+    return ChatMessage(role=cast(Role, role), content=content)
 
 
 def join_texts(parts: Sequence[ContentPart], kinds: Sequence[str], where: str) -> str:
@@ -72,6 +75,41 @@ def join_texts(parts: Sequence[ContentPart], kinds: Sequence[str], where: str) -
     return "\n".join(
         part_text(part, kinds, f"{where}[{place}]") for place, part in enumerate(parts)
     )
+
+
+def convert_parts(
+    parts: Sequence[ContentPart], kinds: Sequence[str], image_kind: str, where: str
+) -> str | list[ContentPart]:
+    """Convert the parts of a message: one text, or texts and images in order.
+
+    Raises:
+        RequestError: a part is neither of ``kinds`` nor of ``image_kind``, or lacks its content.
+    """
+    if not any(part.type == image_kind for part in parts):
+        return join_texts(parts, kinds, where)
+    return [
+        convert_image(part, f"{where}[{place}]")
+        if part.type == image_kind
+        else ContentPart("text", part_text(part, kinds, f"{where}[{place}]"))
+        for place, part in enumerate(parts)
+    ]
+
+
+def convert_image(part: ContentPart, where: str) -> ContentPart:
+    """Convert an image with ``source``, or with ``image_url`` and ``detail``, to a chat's."""
+    source, shown, field = part.source, part.image_url, f"{where}.image_url"
+    if source is not None:
+        field = f"{where}.source"
+        data = f"data:{source.media_type};base64,{source.data}"
+        shown = ImageUrl(source.url or "" if source.data is None else data)
+    elif not isinstance(shown, ImageUrl):
+        shown = ImageUrl(shown or "", part.detail)
+    return make_image(shown.url, field, f"{where}.type", shown.detail)
+
+
+def make_image(url: str, field: str, type_field: str, detail: str | None = None) -> ContentPart:
+    """Build an image of a chat; errors name its fields."""
+    return ContentPart("image_url", image_url=ImageUrl(url, detail, field, type_field))
 
 
 def part_text(part: ContentPart, kinds: Sequence[str], where: str) -> str:

@@ -163,6 +163,7 @@ def make_plan(
                 grammar=tokenized.grammar,
                 client=client,
                 cache_salt=cache_salt,
+                images=prompt.images,
                 priority=body.priority or 0,
                 max_queue_s=body.max_queue_time or 0.0,
                 deadline_s=deadline_s,

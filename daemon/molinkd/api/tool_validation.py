@@ -21,13 +21,14 @@ def choose_answer_format(loaded_model: LoadedModel, *, tools: bool) -> AnswerFor
 
 def model_capabilities(loaded_model: LoadedModel) -> list[str]:
     """List the model's capabilities besides completion, by Ollama's names."""
+    sees = ["vision"] * loaded_model.model.sees_images
     template = loaded_model.tokenizer.chat_templates.select_template(tools=True)
     if template is None:
-        return []
+        return sees
     form = choose_answer_format(loaded_model, tools=True)
     calls = template.takes_tools and form.tool_calls is not None
     thinks = form.reasoning_tags is not None or form.tool_calls == "harmony"
-    return [name for name, can in (("tools", calls), ("thinking", thinks)) if can]
+    return [*(name for name, can in (("tools", calls), ("thinking", thinks)) if can), *sees]
 
 
 def check_tool_support(loaded_model: LoadedModel, template: ChatTemplate) -> None:

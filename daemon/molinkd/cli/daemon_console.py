@@ -51,7 +51,7 @@ class DaemonConsole:
         """Print one event."""
         match event:
             case ModelFoundEvent():
-                text = " (text only; images are not supported)" if event.has_vision else ""
+                text = " (text only; images are not supported)" if event.is_text_only else ""
                 if event.adapters:
                     text += f" with {escape(', '.join(event.adapters))}"
                 named = f"[bold]{escape(event.model)}[/bold]{text}"

@@ -42,8 +42,8 @@ class ModelFoundEvent(DaemonEvent, frozen=True, kw_only=True, tag="serving"):
 
     model: str
     path: str
-    #: Whether the model accepts images, which are not supported.
-    has_vision: bool = False
+    #: Whether the model would take more than text, of which molink can't compute the rest.
+    is_text_only: bool = False
     #: Names of its adapters.
     adapters: tuple[str, ...] = ()
 

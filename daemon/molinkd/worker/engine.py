@@ -5,8 +5,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from molink.checkpoint.adapters import Adapter
+from molink.checkpoint.vision import VisionConfig
 from molink.facts.drafts import DraftModelFacts
 from molink.facts.dtypes import WeightDType
+from molink.facts.images import ImageInput
 from molink.facts.profile import Profile
 from molink.ring.stage import DraftRunner, StepExecutor
 from molink.text.grammar_matcher import GrammarCompiler
@@ -15,6 +17,22 @@ from molinkd.worker.request_table import RequestTable
 
 #: Calls a function with its argument on the ring's thread.
 HandOver = Callable[..., object]
+
+
+#: Rows of each image, or why there are none.
+EncodedImages = Sequence[object] | str
+
+
+class ImageEncoderLike(Protocol):
+    """Runs a vision tower; :class:`molinkd.worker.image_encoder.ImageEncoder` uses threads."""
+
+    def encode_images(
+        self,
+        images: Sequence[ImageInput],
+        hand_over: HandOver,
+        done: Callable[[EncodedImages], None],
+    ) -> None:
+        """Encode ``images``; ``hand_over(done, result)`` is called on another thread."""
 
 
 class StageConfig(Protocol):
@@ -47,6 +65,10 @@ class StageConfig(Protocol):
     @property
     def adapters(self) -> Sequence[Adapter]:
         """The model's adapters, in the order of their numbers."""
+
+    @property
+    def vision(self) -> VisionConfig | None:
+        """The model's vision tower, if it has one."""
 
 
 class LoadedStage(Protocol):
@@ -129,5 +151,7 @@ class StageEngine:
     grammars: GrammarCompiler | None = None
     #: Draft model on the first stage, if configured.
     draft: DraftEngine | None = None
+    #: Runs the vision tower, on the first stage of a model that sees.
+    images: ImageEncoderLike | None = None
     #: Seconds spent on the profile.
     profile_s: float = 0.0

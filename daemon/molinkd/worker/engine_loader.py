@@ -25,6 +25,7 @@ from molink.wire.messages.worker_pipe import LoadStage
 from molinkd.worker.draft_proposer import DraftModelThread, DraftProposer
 from molinkd.worker.engine import DraftEngine, StageEngine
 from molinkd.worker.executor import StageExecutor
+from molinkd.worker.image_encoder import ImageEncoder
 
 log = logging.getLogger(__name__)
 
@@ -81,6 +82,7 @@ def _build_engine(
         partial(_reload_engine, stage, draft, start, on_progress),
         grammars=_create_grammar_compiler(stage, start),
         draft=draft,
+        images=ImageEncoder(stage) if stage.is_first and stage.config.vision else None,
         profile_s=time.perf_counter() - began,
     )
 

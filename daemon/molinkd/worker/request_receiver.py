@@ -1,14 +1,16 @@
 """Receives requests from peers' endpoints and sends them their tokens."""
 
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
 
+from molink.checkpoint.vision import VisionConfig
 from molink.errors import ContextTooLong, MolinkError, Overloaded, RequestError
 from molink.facts.dtypes import DTYPE_SIZES
+from molink.facts.images import FIRST_IMAGE_ID, ImageInput
 from molink.routing.cache_report import pack_report
 from molink.scheduler.request_state import Emission, RequestState
 from molink.scheduler.scheduler import Scheduler
@@ -20,6 +22,8 @@ from molink.wire.messages.serving import (
     Credit,
     OutputToken,
     OutputTokens,
+    PixelFragment,
+    PixelsReceived,
     PooledOutput,
     PromptFragment,
     Rejected,
@@ -27,6 +31,8 @@ from molink.wire.messages.serving import (
     Submit,
 )
 from molink.wire.sockets.server import MessageSender
+from molinkd.worker.engine import EncodedImages
+from molinkd.worker.incoming_images import IncomingImages
 
 #: Upper bounds, in bytes, of what tokens take in a header of 4 KiB.
 _BATCH_BYTES = 3840
@@ -42,7 +48,12 @@ MAX_INCOMPLETE_CONTEXTS = 4
 #: Seconds after its last fragment when an incomplete submission is rejected.
 FRAGMENT_TIMEOUT_S = 30.0
 
-ClientMessage = Submit | PromptFragment | Cancel | Credit
+#: Memory of all requests' images, in bytes.
+MAX_IMAGE_BYTES = 512 << 20
+
+ClientMessage = Submit | PromptFragment | PixelFragment | Cancel | Credit
+#: Encodes images; calls back with the result and the time.
+EncodeImages = Callable[[Sequence[ImageInput], Callable[[EncodedImages, float], None]], None]
 
 
 class SendTo(Protocol):
@@ -57,9 +68,28 @@ class SendTo(Protocol):
 class _IncompleteRequest:
     submit: Submit
     grammar: bytes
+    images: IncomingImages
     #: When its last fragment arrived.
     updated_at: float
     ids: "array[int]" = field(default_factory=lambda: array("i"))
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.ids) == self.submit.num_tokens and self.images.is_complete
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiverModel:
+    """What a receiver knows of its model; adapters in the order of their numbers.
+
+    ``encode_images`` is set if the model has ``vision``.
+    """
+
+    vocab_size: int
+    hidden_size: int = 0
+    adapters: Sequence[str] = ()
+    vision: VisionConfig | None = None
+    encode_images: EncodeImages | None = None
 
 
 class RequestReceiver:
@@ -77,16 +107,18 @@ class RequestReceiver:
         self,
         scheduler: Scheduler,
         pipeline: str,
-        vocab_size: int,
+        model: ReceiverModel,
         send: SendTo,
-        adapters: Sequence[str] = (),
     ) -> None:
-        """``adapters`` are the names of the model's, in the order of their numbers."""
         self._scheduler = scheduler
         self._pipeline = pipeline
-        self._vocab_size = vocab_size
+        self._model = model
         self._send = send
-        self._adapters = {name: number for number, name in enumerate(adapters, 1)}
+        self._adapters = {name: number for number, name in enumerate(model.adapters, 1)}
+        #: Complete submissions whose images are being encoded.
+        self._encoding: dict[tuple[str, str], _IncompleteRequest] = {}
+        #: Memory of images, of all requests that were not ended when it was counted last.
+        self._image_bytes: dict[tuple[str, str], int] = {}
         #: Submissions whose ids have not all arrived, by peer and key.
         self._incomplete: dict[str, dict[str, _IncompleteRequest]] = {}
         self._connections: dict[tuple[str, str], bytes] = {}
@@ -108,7 +140,7 @@ class RequestReceiver:
                 self._cancel_request(peer, key, now)
                 self._connections[peer, key] = sender.identity
                 self._begin_request(peer, message, payload, now)
-            case PromptFragment():
+            case PromptFragment() | PixelFragment():
                 self._add_fragment(peer, message, payload, now)
             case Cancel():
                 self._cancel_request(peer, key, now)
@@ -194,6 +226,7 @@ class RequestReceiver:
         """Cancel everything of a peer that is no longer a member."""
         self._scheduler.cancel_peer(peer, now)
         self._incomplete.pop(peer, None)
+        self._encoding = {key: entry for key, entry in self._encoding.items() if key[0] != peer}
         for known in [known for known in self._connections if known[0] == peer]:
             del self._connections[known]
             self._cache_versions.pop(known, None)
@@ -206,6 +239,7 @@ class RequestReceiver:
                 _make_rejected(self._scheduler.epoch, key, "epoch", "the ring is being re-formed"),
             )
         self._connections.clear()
+        self._encoding.clear()
 
     # --- submissions -----------------------------------------------------------------------------
 
@@ -219,11 +253,13 @@ class RequestReceiver:
         grammar = b"" if payload is None else bytes(payload)
         try:
             self._check_submit(submit, grammar)
+            images = IncomingImages(submit.images, self._model.vision, submit.num_prompt_tokens)
+            self._reserve_images(peer, submit.key, images)
             self._reserve_ids(peer, submit)
         except MolinkError as error:
             self._reject_error(peer, submit.key, error)
             return
-        self._incomplete[peer][submit.key] = _IncompleteRequest(submit, grammar, now)
+        self._incomplete[peer][submit.key] = _IncompleteRequest(submit, grammar, images, now)
         if submit.cache_version is not None:
             self._cache_versions[peer, submit.key] = submit.cache_version
 
@@ -253,33 +289,85 @@ class RequestReceiver:
         if len(others) >= MAX_INCOMPLETE_PER_PEER or ids > MAX_INCOMPLETE_CONTEXTS * longest:
             raise Overloaded(f"{len(others)} requests of this peer are already incomplete")
 
+    def _reserve_images(self, peer: str, key: str, images: IncomingImages) -> None:
+        held = {
+            known: size for known, size in self._image_bytes.items() if known in self._connections
+        }
+        held.pop((peer, key), None)
+        size = images.held_bytes(self._model.hidden_size)
+        if size and sum(held.values()) + size > MAX_IMAGE_BYTES:
+            raise Overloaded("the images of other requests take all memory for images")
+        self._image_bytes = held | ({(peer, key): size} if size else {})
+
     def _add_fragment(
-        self, peer: str, message: PromptFragment, payload: memoryview | None, now: float
+        self,
+        peer: str,
+        message: PromptFragment | PixelFragment,
+        payload: memoryview | None,
+        now: float,
     ) -> None:
-        """Add ids; submit the request once it is complete. Ignores unknown requests."""
+        """Add ids or pixels; submit the request once complete. Ignores unknown requests."""
         entry = self._incomplete.get(peer, {}).get(message.key)
         if entry is None:
             return
         try:
-            if payload is None or message.payload.dtype != "i32":
-                raise MolinkError("a prompt fragment needs a payload of i32")
-            self._append_ids(entry, message.first, payload.cast("B").cast("i"))
+            dtype = "i32" if isinstance(message, PromptFragment) else "u8"
+            if payload is None or message.payload.dtype != dtype:
+                raise MolinkError(f"a fragment needs a payload of {dtype}")
+            if isinstance(message, PromptFragment):
+                self._append_ids(entry, message.first, payload.cast("B").cast("i"))
+            else:
+                entry.images.add_pixels(message.first, payload.cast("B"))
+                self._acknowledge_pixels(peer, message.key, entry.images.num_received)
             entry.updated_at = now
-            if len(entry.ids) < entry.submit.num_tokens:
-                return
-            self._drop_incomplete(peer, message.key)
-            adapter = self._adapters.get(entry.submit.request.adapter, 0)
-            state = _make_state(peer, entry, adapter)
-            self.deliver_emissions(self._scheduler.submit_request(state, now), now)
+            if entry.is_complete:
+                self._drop_incomplete(peer, message.key)
+                self._encode_and_submit(peer, entry, now)
         except MolinkError as error:
             self._drop_incomplete(peer, message.key)
             self._reject_error(peer, message.key, error)
 
+    def _acknowledge_pixels(self, peer: str, key: str, position: int) -> None:
+        if (identity := self._connections.get((peer, key))) is not None:
+            self._send(identity, PixelsReceived(self._scheduler.epoch, key, position))
+
+    def _encode_and_submit(self, peer: str, entry: _IncompleteRequest, now: float) -> None:
+        """Submit a complete request, once its images are rows."""
+        key, encode = entry.submit.key, self._model.encode_images
+        images = entry.images.take_images(entry.ids)
+        if not images or encode is None:
+            self._submit_request(peer, entry, None, now)
+            return
+
+        def on_encoded(rows: EncodedImages, now: float) -> None:
+            if self._encoding.get((peer, key)) is not entry:
+                return  # cancelled, or the epoch has ended
+            del self._encoding[peer, key]
+            if isinstance(rows, str):
+                text = f"its images can't be encoded: {rows}"
+                self._reject_request(peer, key, "failed", text)
+                return
+            try:
+                self._submit_request(peer, entry, rows, now)
+            except MolinkError as error:
+                self._reject_error(peer, key, error)
+
+        self._encoding[peer, key] = entry
+        encode(images, on_encoded)
+
+    def _submit_request(
+        self, peer: str, entry: _IncompleteRequest, rows: Sequence[object] | None, now: float
+    ) -> None:
+        adapter = self._adapters.get(entry.submit.request.adapter, 0)
+        state = _make_state(peer, entry, adapter, rows)
+        self.deliver_emissions(self._scheduler.submit_request(state, now), now)
+
     def _append_ids(self, entry: _IncompleteRequest, first: int, ids: Sequence[int]) -> None:
         if first != len(entry.ids) or first + len(ids) > entry.submit.num_tokens:
             raise RequestError(f"prompt fragment at {first} does not follow {len(entry.ids)}")
-        if not all(0 <= token < self._vocab_size for token in ids):
-            raise RequestError(f"a token id is not below {self._vocab_size}", "prompt")
+        vocab_size, sees = self._model.vocab_size, bool(entry.submit.images)
+        if not all(0 <= token < vocab_size or (sees and token >= FIRST_IMAGE_ID) for token in ids):
+            raise RequestError(f"a token id is not below {vocab_size}", "prompt")
         entry.ids.extend(ids)
 
     def _drop_incomplete(self, peer: str, key: str) -> None:
@@ -307,12 +395,15 @@ class RequestReceiver:
 
     def _cancel_request(self, peer: str, key: str, now: float) -> None:
         self._drop_incomplete(peer, key)
+        self._encoding.pop((peer, key), None)
         self._scheduler.cancel_request(peer, key, now)
         self._connections.pop((peer, key), None)
         self._cache_versions.pop((peer, key), None)
 
 
-def _make_state(peer: str, entry: _IncompleteRequest, adapter: int) -> RequestState:
+def _make_state(
+    peer: str, entry: _IncompleteRequest, adapter: int, image_rows: Sequence[object] | None
+) -> RequestState:
     submit, ids = entry.submit, tuple(entry.ids)
     request = msgspec.structs.replace(
         submit.request, prompt_token_ids=ids[: submit.num_prompt_tokens], grammar=entry.grammar
@@ -325,6 +416,8 @@ def _make_state(peer: str, entry: _IncompleteRequest, adapter: int) -> RequestSt
         credit_window=submit.credit_window,
         elapsed_s=submit.elapsed_s,
         adapter=adapter,
+        image_spans=entry.images.spans,
+        image_rows=image_rows,
     )
 
 

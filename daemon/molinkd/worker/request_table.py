@@ -4,9 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from molink.facts.images import ImageSpan
 from molink.wire.messages.data_plane import Admit, SamplingParams
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from molink.stage.sampling.token_history import TokenHistory
     from molink.text.grammar_matcher import GrammarCompiler, GrammarMatcher
 
@@ -24,7 +27,8 @@ class StageRequest:
 
     ``max_positions`` is the length it may reach, ``blocks`` its block table so far, ``state_slot``
     where recurrent layers keep its state, copied from the slot ``copy_from_state`` before its first
-    rows (-1: no more, or never), ``adapter`` the number of its adapter. On the last stage,
+    rows (-1: no more, or never), ``adapter`` the number of its adapter,
+    ``images`` those of its prompt. On the last stage,
     ``history`` holds its tokens where penalties or a grammar must be restored, ``matcher``
     its grammar, and ``last_sampled`` the position and token sampled last. ``failed`` is set once a
     step failed here or at an earlier stage: its KV is invalid from then on.
@@ -36,11 +40,25 @@ class StageRequest:
     state_slot: int = 0
     copy_from_state: int = -1
     adapter: int = 0
+    images: "tuple[StageImage, ...]" = ()
     blocks: list[int] = field(default_factory=list)
     history: "TokenHistory" = field(default_factory=_empty_history)
     failed: bool = False
     matcher: "GrammarMatcher | None" = None
     last_sampled: tuple[int, int] = (-1, -1)
+
+    @property
+    def image_spans(self) -> tuple[ImageSpan, ...]:
+        """Where the images of its prompt lie."""
+        return tuple(image.span for image in self.images)
+
+
+@dataclass(slots=True)
+class StageImage:
+    """An image of a prompt; ``rows`` (``[n, hidden]``) at the first stage, until they have run."""
+
+    span: ImageSpan
+    rows: "Tensor | None" = None
 
 
 class RequestTable:
@@ -82,6 +100,13 @@ class RequestTable:
             self._requests[request].failed = True
         else:
             self._requests[request].matcher = self._grammars.start_matcher(text)
+
+    def set_images(self, request: int, spans: Sequence[ImageSpan], rows: object) -> None:
+        """Set the images of the prompt; ``rows`` has a tensor of each at the first stage."""
+        every = rows if isinstance(rows, list) else [None] * len(spans)
+        self._requests[request].images = tuple(
+            StageImage(span, one) for span, one in zip(spans, every, strict=True)
+        )
 
     def append_blocks(self, request: int, blocks: Sequence[int]) -> None:
         """Append blocks to the request's block table before any of its rows runs."""

@@ -6,6 +6,7 @@ import logging
 import re
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -14,6 +15,7 @@ import zmq.asyncio
 from molink.facts.drafts import AUTO_DRAFTS, MAX_LOOKAHEAD
 from molink.facts.dtypes import DTYPE_SIZES
 from molink.facts.footprint import count_state_slots
+from molink.facts.images import ImageInput
 from molink.facts.ring_times import LinkFacts
 from molink.link.base import OutConnectionEvents
 from molink.link.estimate.link_memory import LinkMemory
@@ -31,15 +33,15 @@ from molink.wire.messages.codec import DataMessage, data_codec
 from molink.wire.messages.data_plane import Channel
 from molink.wire.messages.instructions import StageAddress
 from molink.wire.messages.load import SchedulerLoad, StageLoad
-from molink.wire.messages.serving import Cancel, Credit, PromptFragment, Submit
+from molink.wire.messages.serving import Cancel, Credit, PixelFragment, PromptFragment, Submit
 from molink.wire.messages.worker_pipe import FormRing, LoadStage
 from molink.wire.sockets.client import Client, ClientEvents
 from molink.wire.sockets.create_socket import endpoints
 from molink.wire.sockets.key_pair import KeyPair
 from molink.wire.sockets.server import MessageSender, Server
 from molink.wire.sockets.tcp_info import avoid_bbr, enable_pacing, has_idle_reset
-from molinkd.worker.engine import StageEngine
-from molinkd.worker.request_receiver import RequestReceiver
+from molinkd.worker.engine import EncodedImages, ImageEncoderLike, StageEngine
+from molinkd.worker.request_receiver import ReceiverModel, RequestReceiver
 from molinkd.worker.request_table import RequestTable
 
 
@@ -69,8 +71,7 @@ class StageRuntime:
         self._start = start
         self._command = command
         self._server = server
-        self._vocab_size = engine.stage.config.vocab_size
-        self._adapters = tuple(adapter.name for adapter in engine.stage.config.adapters)
+        self._engine = engine
         self._weight_bytes = engine.stage.weight_bytes
         self._kv_bytes = engine.stage.pool_bytes(command.blocks, start.block_size)
         self._host_kv_bytes = host.blocks * engine.stage.block_bytes(start.block_size)
@@ -125,7 +126,7 @@ class StageRuntime:
         if incoming is not None and incoming.handle_message(sender, message, payload):
             return
         if self.receiver is not None and isinstance(
-            message, Submit | PromptFragment | Cancel | Credit
+            message, Submit | PromptFragment | PixelFragment | Cancel | Credit
         ):
             self.receiver.handle_message(sender, message, payload, time.perf_counter())
             self.ring.run_pending()
@@ -168,10 +169,31 @@ class StageRuntime:
         )
 
     def _create_receiver(self, scheduler: Scheduler) -> RequestReceiver:
-        self.receiver = RequestReceiver(
-            scheduler, self._start.pipeline, self._vocab_size, self._server.send, self._adapters
+        config, images = self._engine.stage.config, self._engine.images
+        model = ReceiverModel(
+            config.vocab_size,
+            config.hidden_size,
+            tuple(adapter.name for adapter in config.adapters),
+            None if images is None else config.vision,
+            None if images is None else partial(self._encode_images, images),
         )
+        self.receiver = RequestReceiver(scheduler, self._start.pipeline, model, self._server.send)
         return self.receiver
+
+    def _encode_images(
+        self,
+        encoder: ImageEncoderLike,
+        images: Sequence[ImageInput],
+        done: Callable[[EncodedImages, float], None],
+    ) -> None:
+        """Encode images beside the steps; ``done`` is called on the ring's thread."""
+
+        def on_encoded(result: EncodedImages) -> None:
+            done(result, time.perf_counter())
+            self.ring.run_pending()
+
+        hand_over = asyncio.get_running_loop().call_soon_threadsafe
+        encoder.encode_images(images, hand_over, on_encoded)
 
     # --- links -----------------------------------------------------------------------------------
 

@@ -5,12 +5,14 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from molink.facts.images import FIRST_IMAGE_ID
 from molink.ring.step import StepInput, StepOutput
 from molink.stage.batch import SequenceRows, StageInput, StageOutput
 from molink.stage.device_copy import download_rows
 from molink.stage.stage import Stage
 from molink.stage.torch_dtypes import TORCH_DTYPES
 from molink.wire.messages.data_plane import RequestSlice, Volume
+from molinkd.worker.image_rows import collect_image_rows
 from molinkd.worker.request_table import RequestTable, StageRequest
 from molinkd.worker.sampler import plan_sampling, pool_step, sample_step
 
@@ -57,6 +59,7 @@ def run_step(
             )
         ),
         logit_rows=tuple(row for one in wanted for row in one.logit_rows),
+        image_rows=collect_image_rows(groups, requests) if stage.is_first else None,
     )
     output = stage.compute_step(batch, between_layers)
     for step_input in step_inputs:
@@ -105,7 +108,8 @@ def _gather_input(
     """Token ids ``[T]`` at the first stage, hidden rows ``[T, H]`` at the others."""
     if stage.is_first:
         ids = [token for step_input in step_inputs for token in _verified_tokens(step_input)]
-        return torch.tensor(ids, dtype=torch.int64), None
+        tokens = torch.tensor(ids, dtype=torch.int64)
+        return torch.where(tokens < FIRST_IMAGE_ID, tokens, 0), None
     parts = []
     for step_input in step_inputs:
         rows = torch.frombuffer(step_input.data, dtype=TORCH_DTYPES[stage.wire_dtype])
@@ -140,7 +144,13 @@ def _split_sequences(
     each = rows.count if prefill else 1
     for start in range(rows.start, rows.start + rows.count, each):
         yield SequenceRows(
-            start, each, state.blocks, state.max_positions, state.state_slot, state.adapter
+            start,
+            each,
+            state.blocks,
+            state.max_positions,
+            state.state_slot,
+            state.adapter,
+            state.image_spans,
         )
 
 

@@ -175,8 +175,11 @@ class DraftModelQueue:
     ) -> bool:
         """Whether the model could propose tokens that no other source has.
 
-        Not where n-grams or a grammar are as likely to be right.
+        Not where n-grams or a grammar are as likely to be right, nor after images, which it doesn't
+        see.
         """
+        if state.image_spans:
+            return False
         model_request, first = self._model_requests.get(state), len(state.tokens)
         if room < 1 or first + MAX_MODEL_DRAFTS > model.max_model_len:
             return False

@@ -6,7 +6,9 @@ Answers that quote, edit or summarize repeat parts of their prompt (the n-gram d
 
 from array import array
 from collections.abc import Sequence
+from itertools import takewhile
 
+from molink.facts.images import FIRST_IMAGE_ID
 from molink.scheduler.speculation.base import DraftProposal
 
 #: Maximum number of last tokens to match.
@@ -40,7 +42,10 @@ class PromptLookup:
             if length > most:
                 best, most = position, length
             position, left = self._previous[position], left - 1
-        return DraftProposal(tokens[best : best + count], most) if best else DraftProposal()
+        if not best:
+            return DraftProposal()
+        found = takewhile(lambda token: token < FIRST_IMAGE_ID, tokens[best : best + count])
+        return DraftProposal([*found], most)
 
     def _match_length(self, tokens: Sequence[int], position: int) -> int:
         """How many tokens before ``position`` match the last ones."""

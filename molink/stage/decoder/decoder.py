@@ -16,6 +16,7 @@ from molink.stage.decoder.operators import RowOperators
 from molink.stage.decoder.split_experts import SplitExpertMlp
 from molink.stage.device_copy import upload_integers
 from molink.stage.linear import EmbeddingTable, Projection
+from molink.stage.vision.tower import VisionTower, load_tower
 from molink.stage.weights.weight_reader import WeightReader
 
 
@@ -33,6 +34,7 @@ class Decoder:
     norm: Norm | None
     output_head: Projection | None
     embedding_scale: float = 1.0
+    vision: VisionTower | None = None
 
     @property
     def capturable(self) -> bool:
@@ -42,8 +44,8 @@ class Decoder:
     @property
     def nbytes(self) -> int:
         """Bytes of memory; tied embeddings count once."""
-        ends: dict[int, Norm | EmbeddingTable | Projection | None] = {
-            id(part): part for part in (self.embedding, self.norm, self.output_head)
+        ends: dict[int, Norm | EmbeddingTable | Projection | VisionTower | None] = {
+            id(part): part for part in (self.embedding, self.norm, self.output_head, self.vision)
         }
         return sum(part.nbytes for part in (*ends.values(), *self.blocks) if part is not None)
 
@@ -110,6 +112,7 @@ class HeldWeights:
     embedding: EmbeddingTable | None = None
     norm: Norm | None = None
     output_head: Projection | None = None
+    vision: VisionTower | None = None
 
     @classmethod
     def from_decoder(
@@ -132,6 +135,7 @@ class HeldWeights:
             decoder.embedding if opens else None,
             decoder.norm if closes else None,
             decoder.output_head if closes else None,
+            decoder.vision if ends[0][0] and ends[1][0] else None,
         )
 
 
@@ -167,15 +171,17 @@ def load_decoder(
         else:
             blocks.append(replace(known, mixer=known.mixer.with_index(index)))
     on_layer(len(blocks))
-    norm, embedding, head = held.norm, held.embedding, held.output_head
+    norm, embedding, head, vision = held.norm, held.embedding, held.output_head, held.vision
+    if opens and config.vision is not None and vision is None:
+        vision = load_tower(reader, config.vision)
     if closes and norm is None:
         norm = load_norm(reader, config, operators, FINAL_NORM_NAME)
     if opens and closes and config.tied_embeddings and embedding is None:
         both = reader.load_tied_embedding(EMBEDDING_NAME)
-        return Decoder(config, both, tuple(blocks), norm, both, scale)
+        return Decoder(config, both, tuple(blocks), norm, both, scale, vision)
     if opens and embedding is None:
         embedding = reader.load_embedding(EMBEDDING_NAME)
     if closes and head is None and config.has_output_head:
         name = EMBEDDING_NAME if config.tied_embeddings else OUTPUT_HEAD_NAME
         head = reader.load_projection([name.removesuffix(".weight")], config.head_bias)
-    return Decoder(config, embedding, tuple(blocks), norm, head, scale)
+    return Decoder(config, embedding, tuple(blocks), norm, head, scale, vision)

@@ -1,10 +1,10 @@
 """What to fetch of a model for a stage, and its layout on disk.
 
 A stage needs few of the model's tensors, and a later assignment others. Each *group* (``embed``,
-``layer-0007``, ``adapters-0007``, ``final``) becomes one safetensors file, so local files are
-reused and never fetched twice. Adapters are apart, so that other adapters leave a layer's file as
-it is. A model in shards (:mod:`molink.checkpoint.manifest`) keeps its files as they are: hashes are
-known only for whole shards.
+``vision``, ``layer-0007``, ``adapters-0007``, ``final``) becomes one safetensors file, so local
+files are reused and never fetched twice. Adapters are apart, so that other adapters leave a layer's
+file as it is. A model in shards (:mod:`molink.checkpoint.manifest`) keeps its files as they are:
+hashes are known only for whole shards.
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,6 +22,7 @@ from molink.checkpoint.tensor_layout import (
     TensorShapes,
     layer_tensors,
     stage_tensors,
+    vision_tensors,
 )
 from molink.errors import BrokenModel
 from molink.facts.layer_range import format_layers
@@ -106,6 +107,8 @@ def group_tensors(config: ModelConfig, first: int, last: int) -> dict[str, Tenso
             ends.pop(name)
     if EMBEDDING_NAME in ends:
         groups["embed"] = {EMBEDDING_NAME: ends.pop(EMBEDDING_NAME)}
+    if seen := {name: ends.pop(name) for name in vision_tensors(config) if name in ends}:
+        groups["vision"] = seen
     if ends:
         groups["final"] = ends
     return groups

@@ -25,7 +25,8 @@ _MIN_STEP = 0.25
 def stage_bytes(facts: ModelFacts, layers: LayerRange) -> int:
     """Maximum bytes of a stage's files."""
     first, last = layers
-    ends = facts.first_bytes * (first == 0) + facts.last_bytes * (last == facts.layers)
+    opening = facts.first_bytes + facts.vision_bytes
+    ends = opening * (first == 0) + facts.last_bytes * (last == facts.layers)
     if facts.tied and last == facts.layers:
         ends += facts.first_bytes
     weights = (last - first) * facts.layer_bytes + ends

@@ -18,11 +18,14 @@ from molink.errors import (
     Unavailable,
 )
 from molink.swarm.frontend.generated_token import GeneratedToken
+from molink.swarm.frontend.pixel_sender import PixelSender
 from molink.wire.messages.base import Payload
 from molink.wire.messages.serving import (
     Cancel,
     Credit,
     OutputToken,
+    PixelFragment,
+    PixelsReceived,
     PooledOutput,
     Rejected,
     Request,
@@ -79,6 +82,15 @@ class SendToSchedulerAction:
 
 
 @dataclass(frozen=True, slots=True)
+class SendPixelsAction:
+    """Send pixels of the request's images to the scheduler of ``target``."""
+
+    target: PipelineEpoch
+    fragment: PixelFragment
+    data: memoryview
+
+
+@dataclass(frozen=True, slots=True)
 class EmitTokenAction:
     """Emit a token to the client."""
 
@@ -92,7 +104,9 @@ class FailStreamAction:
     error: MolinkError
 
 
-StreamAction = SubmitAction | SendToSchedulerAction | EmitTokenAction | FailStreamAction
+StreamAction = (
+    SubmitAction | SendToSchedulerAction | SendPixelsAction | EmitTokenAction | FailStreamAction
+)
 
 
 class RequestStream:
@@ -117,6 +131,8 @@ class RequestStream:
         self._prompt = request.prompt_token_ids
         #: All emitted tokens, in order; append only.
         self._emitted: list[int] = []
+        #: Pixels of the present submission.
+        self._pixels = PixelSender("", ())
         #: An embedding model's row, whose token follows.
         self._pooled = b""
         self._num_consumed = 0
@@ -210,6 +226,16 @@ class RequestStream:
         """Keep the row of the token that follows."""
         if self._is_current(message.key) and self._submitted is not None:
             self._pooled = row if message.epoch == self._submitted.epoch else b""
+
+    def on_pixels_received(self, message: PixelsReceived) -> list[StreamAction]:
+        """The scheduler has received pixels; send more."""
+        target = self._submitted
+        if not self._is_current(message.key) or target is None or message.epoch != target.epoch:
+            return []
+        return [
+            SendPixelsAction(target, *each)
+            for each in self._pixels.next_fragments(message.position)
+        ]
 
     def on_token(self, message: OutputToken, now: float) -> list[StreamAction]:
         """Handle a token."""
@@ -348,8 +374,11 @@ class RequestStream:
             elapsed_s=now - self._started_at,
             credit_window=self._window,
             payload=Payload("u8", (len(grammar),)) if grammar else None,
+            images=tuple(image.span for image in self.request.images),
         )
-        return [*actions, SubmitAction(target, submit, ids, grammar or None)]
+        self._pixels = PixelSender(self.attempt_key, self.request.images)
+        pixels = (SendPixelsAction(target, *each) for each in self._pixels.next_fragments())
+        return [*actions, SubmitAction(target, submit, ids, grammar or None), *pixels]
 
     def _retry(self, reason: str, now: float) -> list[StreamAction]:
         """Resubmit to the same scheduler, a limited number of times."""

@@ -11,6 +11,7 @@ from typing import Annotated
 import msgspec
 
 from molink.facts.drafts import MAX_DRAFTS
+from molink.facts.images import MAX_TILES, ImageSpan
 from molink.facts.model import MAX_ADAPTERS
 from molink.facts.profile import MAX_SLOWDOWN
 from molink.facts.scalars import Count, Index, Text
@@ -160,6 +161,18 @@ class Grammar(LeanMessage, frozen=True, tag="grammar"):
     seq: Seq
     request: RequestId
     payload: Payload
+
+
+class PromptImages(LeanMessage, frozen=True, tag="images"):
+    """Where the images of a request's prompt lie, in order.
+
+    Sent after :class:`Admit` and before any rows. The first stage, whose scheduler issues it, gets
+    the images' rows with it.
+    """
+
+    seq: Seq
+    request: RequestId
+    spans: Annotated[tuple[ImageSpan, ...], msgspec.Meta(min_length=1, max_length=MAX_TILES)]
 
 
 class BlockTable(LeanMessage, frozen=True, tag="table"):
@@ -370,6 +383,7 @@ RingMessage = (
     Admit
     | History
     | Grammar
+    | PromptImages
     | BlockTable
     | Volume
     | VolumeFragment

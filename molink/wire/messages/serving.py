@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from molink.facts.images import MAX_TILES, ImageInput, ImageSpan
 from molink.facts.model import AdapterName
 from molink.facts.ring_times import RequestCosts
 from molink.facts.scalars import Count, Index, Sentence, Text
@@ -25,6 +26,9 @@ MAX_CLIENT = 32
 MAX_CACHE_SALT = 16
 #: Bytes of the cache scope of requests with an adapter; more than a salt has.
 _ADAPTER_SCOPE_BYTES = 32
+
+#: Bytes of pixels in flight, and in a message.
+PIXEL_WINDOW, PIXEL_FRAGMENT = 256 << 10, 64 << 10
 
 #: As in vLLM's API: lower is served first.
 Priority = Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)]
@@ -59,6 +63,8 @@ class Request(LeanMessage, frozen=True, tag=False):
     cache_salt: Annotated[bytes, msgspec.Meta(max_length=MAX_CACHE_SALT)] = b""
     #: Adapter of ``model`` that answers; empty for none.
     adapter: AdapterName = ""
+    #: Images of the prompt in order; their rows have the ids of :attr:`.ImageInput.row_ids`.
+    images: Annotated[tuple[ImageInput, ...], msgspec.Meta(max_length=MAX_TILES)] = ()
 
     @property
     def cache_scope(self) -> bytes:
@@ -72,12 +78,14 @@ class Request(LeanMessage, frozen=True, tag=False):
         return blake2b(self.cache_salt, digest_size=_ADAPTER_SCOPE_BYTES, key=name).digest()
 
     def without_payloads(self) -> "Request":
-        """The request as a :class:`Submit` carries it; prompt and grammar travel as payloads."""
-        return msgspec.structs.replace(self, prompt_token_ids=(), grammar=b"")
+        """The request as a :class:`Submit` carries it; the rest travels as payloads."""
+        return msgspec.structs.replace(self, prompt_token_ids=(), grammar=b"", images=())
 
 
 class Submit(LeanMessage, frozen=True, tag="submit"):
     """An endpoint submits a request to a scheduler; its ids follow as :class:`PromptFragment`.
+
+    The pixels of its ``images`` follow as :class:`PixelFragment`.
 
     ``key`` is the endpoint's id of this submission. ``num_tokens`` ids follow: the first
     ``num_prompt_tokens`` are the prompt, the others the part of the answer generated in earlier
@@ -87,7 +95,7 @@ class Submit(LeanMessage, frozen=True, tag="submit"):
     pipeline: Text
     epoch: Epoch
     key: Text
-    #: Without its prompt and grammar.
+    #: Without its prompt, grammar and images.
     request: Request
     num_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**24)]
     num_prompt_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**24)]
@@ -99,6 +107,7 @@ class Submit(LeanMessage, frozen=True, tag="submit"):
     #: Version of the last :class:`CacheUpdate` of this epoch that the endpoint has (-1: none);
     #: ``None``: it needs no update.
     cache_version: Annotated[int, msgspec.Meta(ge=-1, le=2**53)] | None = None
+    images: Annotated[tuple[ImageSpan, ...], msgspec.Meta(max_length=MAX_TILES)] = ()
 
 
 class PromptFragment(LeanMessage, frozen=True, tag="prompt"):
@@ -107,6 +116,26 @@ class PromptFragment(LeanMessage, frozen=True, tag="prompt"):
     key: Text
     first: Count
     payload: Payload
+
+
+class PixelFragment(LeanMessage, frozen=True, tag="pixels"):
+    """Pixels of a submitted request's images, one after another, from byte ``first`` on.
+
+    The payload is ``u8 [n]``. The endpoint is at most :data:`PIXEL_WINDOW` bytes ahead of what
+    :class:`PixelsReceived` has acknowledged.
+    """
+
+    key: Text
+    first: Count
+    payload: Payload
+
+
+class PixelsReceived(LeanMessage, frozen=True, tag="pixels_received"):
+    """The scheduler has all pixels below byte ``position``."""
+
+    epoch: Epoch
+    key: Text
+    position: Count
 
 
 class Cancel(LeanMessage, frozen=True, tag="cancel"):
@@ -188,4 +217,14 @@ class Rejected(LeanMessage, frozen=True, tag="rejected"):
 
 
 #: All messages between endpoints and schedulers.
-ServingMessage = Submit | PromptFragment | Cancel | Credit | PooledOutput | OutputTokens | Rejected
+ServingMessage = (
+    Submit
+    | PromptFragment
+    | PixelFragment
+    | PixelsReceived
+    | Cancel
+    | Credit
+    | PooledOutput
+    | OutputTokens
+    | Rejected
+)

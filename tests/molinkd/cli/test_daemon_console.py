@@ -52,7 +52,7 @@ def test_transfer_texts_cannot_control_the_terminal() -> None:
 
 def test_a_vision_model_is_announced_as_text_only(capsys: pytest.CaptureFixture[str]) -> None:
     for sees in (True, False):
-        DaemonConsole().show_event(ModelFoundEvent(model="m", path="[x]", has_vision=sees))
+        DaemonConsole().show_event(ModelFoundEvent(model="m", path="[x]", is_text_only=sees))
     assert capsys.readouterr().out.splitlines() == [
         "Serving m (text only; images are not supported) from [x]",
         "Serving m from [x]",

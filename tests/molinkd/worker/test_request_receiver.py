@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 from msgspec import structs
 
+from molink.checkpoint.vision import parse_vision
+from molink.facts.images import ImageInput, ImageSpan
 from molink.routing.cache_report import CacheReport, span_digests, unpack_report
 from molink.scheduler.config import SchedulerConfig
 from molink.scheduler.prefix_tree import ROOT
@@ -13,12 +15,20 @@ from molink.scheduler.request_state import Emission
 from molink.scheduler.scheduler import Scheduler
 from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import data_codec
-from molink.wire.messages.data_plane import MAX_GRAMMAR_BYTES, Admit, Heartbeat, SamplingParams
+from molink.wire.messages.data_plane import (
+    MAX_GRAMMAR_BYTES,
+    Admit,
+    Heartbeat,
+    PromptImages,
+    SamplingParams,
+)
 from molink.wire.messages.serving import (
     Cancel,
     Credit,
     OutputToken,
     OutputTokens,
+    PixelFragment,
+    PixelsReceived,
     PooledOutput,
     PromptFragment,
     Rejected,
@@ -26,9 +36,11 @@ from molink.wire.messages.serving import (
     Submit,
 )
 from molink.wire.sockets.server import MessageSender
+from molinkd.worker import request_receiver
 from molinkd.worker.request_receiver import (
     FRAGMENT_TIMEOUT_S,
     MAX_INCOMPLETE_PER_PEER,
+    ReceiverModel,
     RequestReceiver,
 )
 
@@ -63,7 +75,7 @@ def scheduler() -> Scheduler:
 
 @pytest.fixture
 def receiver(scheduler: Scheduler, wire: Wire) -> RequestReceiver:
-    return RequestReceiver(scheduler, "p1", 100, wire)
+    return RequestReceiver(scheduler, "p1", ReceiverModel(100), wire)
 
 
 def make_submit(
@@ -120,7 +132,7 @@ def test_request_reaches_the_scheduler(receiver: RequestReceiver, scheduler: Sch
 
 
 def test_adapters_by_name(scheduler: Scheduler, wire: Wire) -> None:
-    receiver = RequestReceiver(scheduler, "p1", 100, wire, ("one", "two"))
+    receiver = RequestReceiver(scheduler, "p1", ReceiverModel(100, adapters=("one", "two")), wire)
     ask(receiver, "a", [1, 2, 3], adapter="two")
     ask(receiver, "b", [1, 2, 3])
     batch = scheduler.next_batch(0.0)
@@ -190,7 +202,7 @@ def test_cache_update_accompanies_the_first_token(scheduler: Scheduler, wire: Wi
         said.append((message, payload))
         return True
 
-    receiver, prompt = RequestReceiver(scheduler, "p1", 100, send), list(range(64))
+    receiver, prompt = RequestReceiver(scheduler, "p1", ReceiverModel(100), send), list(range(64))
     scheduler._cache.span_log.add_block(0, ROOT, tuple(prompt))
     for key, version in (("asks", -1), ("knows", 1), ("does not", None)):
         ask(receiver, key, [1, 2], cache_version=version)
@@ -442,3 +454,126 @@ def test_grammar_arrives_with_the_request(receiver: RequestReceiver, scheduler: 
     state = scheduler._queues.find_request("daemon", "k")
     assert state is not None
     assert state.request.grammar == b"start: /a/"
+
+
+# --- images --------------------------------------------------------------------------------------
+
+SIGHT = {
+    "architectures": ["Mistral3ForConditionalGeneration"],
+    "vision_config": {"patch_size": 4, "image_size": 32, "hidden_size": 64},
+}
+PIXELS = bytes(range(192))
+IMAGE = ImageInput(ImageSpan(1, 1, 8, 8), PIXELS)
+
+
+class Sight:
+    """A receiver of a model that sees, whose images are encoded when the test says so."""
+
+    def __init__(self, scheduler: Scheduler, wire: Wire) -> None:
+        self.asked: list[tuple[Any, Any]] = []
+        model = ReceiverModel(
+            100,
+            16,
+            vision=parse_vision(SIGHT, "config.json", 16, 1e-6),
+            encode_images=lambda images, done: self.asked.append((images, done)),
+        )
+        self.scheduler, self.wire = scheduler, wire
+        self.receiver = RequestReceiver(scheduler, "p1", model, wire)
+
+    def submit(self, *images: ImageInput, ids: list[int] | None = None, key: str = "k") -> None:
+        spans = tuple(image.span for image in images)
+        submit = structs.replace(make_submit(key, 4), images=spans)
+        self.receiver.handle_message(HERE, submit, None, 0.0)
+        default = [5, *(token for image in images for token in image.row_ids), 6, 7][:4]
+        send_ids(self.receiver, 0, default if ids is None else ids, key)
+
+    def send(self, pixels: bytes, first: int = 0, key: str = "k") -> None:
+        message = PixelFragment(key, first, Payload("u8", (len(pixels),)))
+        self.receiver.handle_message(HERE, message, memoryview(pixels), 0.0)
+
+    @property
+    def received(self) -> list[int]:
+        return [each.position for _, each in self.wire.sent if isinstance(each, PixelsReceived)]
+
+
+@pytest.fixture
+def sight(scheduler: Scheduler, wire: Wire) -> Sight:
+    return Sight(scheduler, wire)
+
+
+def test_images_are_encoded_before_their_request_is_queued(sight: Sight) -> None:
+    sight.submit(IMAGE)
+    sight.send(PIXELS[:100])
+    assert not sight.asked
+    sight.send(PIXELS[100:], 100)
+    assert sight.received == [100, 192]
+    ((images, done),) = sight.asked
+    assert images == (IMAGE,)
+    assert sight.scheduler.live_requests == []
+    done(["rows"], 1.0)
+    batch = sight.scheduler.next_batch(1.0)
+    assert batch is not None
+    (told,) = (each for each in batch.controls if isinstance(each.body, PromptImages))
+    assert (told.body.spans, told.payload) == ((IMAGE.span,), ["rows"])
+
+
+def test_rows_of_a_cancelled_request_are_dropped(sight: Sight) -> None:
+    sight.submit(IMAGE)
+    sight.send(PIXELS)
+    sight.receiver.handle_message(HERE, Cancel("k"), None, 0.0)
+    sight.asked[0][1](["rows"], 1.0)
+    assert sight.scheduler.live_requests == []
+
+
+def test_a_failed_tower_fails_its_request_only(sight: Sight) -> None:
+    sight.submit(IMAGE)
+    sight.send(PIXELS)
+    sight.asked[0][1]("RuntimeError: no memory", 1.0)
+    assert reasons(sight.wire) == [("k", "failed")]
+
+
+@pytest.mark.parametrize(
+    "span",
+    [
+        ImageSpan(1, 1, 8, 12),
+        ImageSpan(1, 1, 64, 64),
+        ImageSpan(1, 2, 8, 8),
+        ImageSpan(3, 2, 8, 16),
+    ],
+)
+def test_images_that_do_not_fit_are_refused(sight: Sight, span: ImageSpan) -> None:
+    sight.submit(ImageInput(span, b""), ids=[1, 2, 3, 4])
+    assert reasons(sight.wire) == [("k", "invalid")]
+
+
+def test_ids_must_stand_for_the_pixels(sight: Sight) -> None:
+    """Else a peer could put its image into the cache under the ids of another."""
+    sight.submit(IMAGE)
+    sight.send(bytes(192))
+    assert reasons(sight.wire) == [("k", "invalid")]
+    assert not sight.asked
+
+
+def test_pixels_that_nobody_announced_are_refused(sight: Sight) -> None:
+    sight.submit(IMAGE)
+    sight.send(bytes(200))
+    sight.submit(IMAGE, key="other")
+    sight.send(PIXELS, 10, "other")
+    assert reasons(sight.wire) == [("k", "invalid"), ("other", "invalid")]
+
+
+def test_a_text_model_refuses_images(scheduler: Scheduler, wire: Wire) -> None:
+    receiver = RequestReceiver(scheduler, "p1", ReceiverModel(100), wire)
+    submit = structs.replace(make_submit("k", 4), images=(IMAGE.span,))
+    receiver.handle_message(HERE, submit, None, 0.0)
+    assert reasons(wire) == [("k", "invalid")]
+
+
+def test_images_of_all_requests_are_bounded(sight: Sight, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request_receiver, "MAX_IMAGE_BYTES", 300)
+    sight.submit(IMAGE, key="a")
+    sight.submit(IMAGE, key="b")
+    assert reasons(sight.wire) == [("b", "overloaded")]
+    sight.receiver.handle_message(HERE, Cancel("a"), None, 0.0)
+    sight.submit(IMAGE, key="c")
+    assert len(reasons(sight.wire)) == 1

@@ -75,6 +75,7 @@ class FakeStage:
         keeps_states=False,
         short_context=0,
         adapters=(),
+        vision=None,
         has_output_head=False,
     )
     wire_dtype = "f32"

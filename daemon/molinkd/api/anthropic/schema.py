@@ -24,6 +24,7 @@ from molinkd.api.openai.schema import (
     ToolName,
 )
 from molinkd.api.protocol_conversion import (
+    convert_image,
     copy_scheduling,
     join_texts,
     json_response_format,
@@ -198,23 +199,32 @@ class MessageRequest(CountTokensRequest, kw_only=True):
 
 
 def _user_messages(parts: Sequence[MessagePart], where: str) -> Iterator[ChatMessage]:
-    """Convert a user message: tool results and texts, in order."""
-    texts: list[str] = []
+    """Convert a user message: tool results, texts and images, in order."""
+    said: list[ContentPart] = []
     for place, part in enumerate(parts):
         field = f"{where}[{place}]"
-        if part.type != "tool_result":
-            texts.append(part_text(part, ("text", "tool_result"), field))
+        if part.type == "image":
+            said.append(convert_image(part, field))
             continue
-        if texts:
-            yield ChatMessage(role="user", content="\n".join(texts))
-            texts = []
+        if part.type != "tool_result":
+            said.append(ContentPart("text", part_text(part, ("text", "tool_result"), field)))
+            continue
+        if said:
+            yield _user_message(said)
+            said = []
         result = part.content or ""
         if not isinstance(result, str):
             result = join_texts(result, ("text",), f"{field}.content")
         ident = require_value(part.tool_use_id, f"{field}.tool_use_id")
         yield ChatMessage(role="tool", content=result, tool_call_id=ident)
-    if texts or not parts:
-        yield ChatMessage(role="user", content="\n".join(texts))
+    if said or not parts:
+        yield _user_message(said)
+
+
+def _user_message(parts: list[ContentPart]) -> ChatMessage:
+    if any(part.type == "image_url" for part in parts):
+        return ChatMessage(role="user", content=parts)
+    return ChatMessage(role="user", content="\n".join(part.text or "" for part in parts))
 
 
 def _assistant_message(parts: Sequence[MessagePart], where: str) -> ChatMessage:

@@ -23,6 +23,7 @@ from molinkd.api.openai.schema import (
     ChatBody,
     ChatMessage,
     CompletionBody,
+    ContentPart,
     FunctionCall,
     FunctionDefinition,
     GenerationBody,
@@ -37,6 +38,7 @@ from molinkd.api.openai.schema import (
 from molinkd.api.protocol_conversion import (
     copy_scheduling,
     json_response_format,
+    make_image,
     make_message,
     make_tool,
     refuse_fields,
@@ -161,7 +163,7 @@ class OllamaMessage(msgspec.Struct, kw_only=True):
 
     role: str
     content: str | None = None
-    images: list[Any] | None = None
+    images: list[str] | None = None
     tool_calls: list[OllamaToolCall] | None = None
     tool_name: str | None = None
     tool_call_id: CallId | None = None
@@ -191,7 +193,6 @@ class ChatRequest(OllamaRequest, kw_only=True):
         messages = []
         for index, one in enumerate(self.messages):
             where = f"messages[{index}]"
-            refuse_fields({f"{where}.images": one.images})
             if one.role == "tool":
                 messages.append(
                     calls.match_result(one.content or "", one.tool_call_id, one.tool_name)
@@ -199,6 +200,7 @@ class ChatRequest(OllamaRequest, kw_only=True):
                 continue
             content = "" if one.tool_calls and one.content is None else one.content
             message = make_message(one.role, content, where)
+            _add_images(message, one.images, f"{where}.images")
             message.reasoning_content = one.thinking
             message.tool_calls = calls.assign_ids(one.tool_calls or ())
             messages.append(message)
@@ -217,7 +219,7 @@ class GenerateRequest(OllamaRequest, kw_only=True):
     template: str | None = None
     context: list[Any] | None = None
     raw: bool | None = None
-    images: list[Any] | None = None
+    images: list[str] | None = None
 
     def as_openai(self) -> GenerationBody:
         """Convert to a chat body, or to a completion body for raw prompts.
@@ -225,17 +227,30 @@ class GenerateRequest(OllamaRequest, kw_only=True):
         Raises:
             RequestError: an unsupported or invalid field.
         """
-        refuse_fields({"images": self.images, "template": self.template})
+        refuse_fields({"template": self.template})
         if self.context:
             text = "`context` is not supported: send the conversation to /api/chat"
             raise RequestError(text, "context")
         prompt = self.prompt or ""
         if self.raw or self.suffix:
+            refuse_fields({"images": self.images})
             body = CompletionBody(model=self.served_name, prompt=prompt, suffix=self.suffix)
             return _apply_options(body, self)
         messages = [] if self.system is None else [make_message("system", self.system, "system")]
         messages.append(make_message("user", prompt, "prompt"))
+        _add_images(messages[-1], self.images, "images")
         return _apply_options(ChatBody(model=self.served_name, messages=messages), self)
+
+
+def _add_images(message: ChatMessage, images: Sequence[str] | None, where: str) -> None:
+    """Put images in base64 before the text of ``message``."""
+    if images:
+        shown = [
+            make_image(f"data:;base64,{image}", f"{where}[{place}]", where)
+            for place, image in enumerate(images)
+        ]
+        assert isinstance(message.content, str)
+        message.content = [*shown, ContentPart("text", message.content)]
 
 
 def _apply_options(body: Kind, request: OllamaRequest) -> Kind:

@@ -58,7 +58,7 @@ class OpenAIRoutes:
             "default_generation_settings": {"n_ctx": model.max_model_len},
             "model_alias": model.name,
             "chat_template": "" if template is None else template.source,
-            "modalities": {"vision": False, "audio": False},
+            "modalities": {"vision": model.sees_images, "audio": False},
             "build_info": f"molink {molink.__version__}",
         }
         return json_response(json.encode(found))
@@ -101,4 +101,5 @@ def _model_json(model: ServedModel) -> dict[str, object]:
             "n_params": model.parameters,
             "size": model.size,
         },
+        "capabilities": {"vision": model.sees_images},
     }

@@ -160,11 +160,35 @@ class GenerationBody(UnsupportedFields, kw_only=True):
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
 
+class ImageUrl(msgspec.Struct):
+    """An image of a message; ``detail`` low makes it smaller.
+
+    Errors name ``field``, or ``type_field`` where images are not supported; empty for this route's.
+    """
+
+    url: str = ""
+    detail: str | None = None
+    field: str = ""
+    type_field: str = ""
+
+
+class ImageSource(msgspec.Struct):
+    """``source`` of an image in the messages protocol."""
+
+    type: str | None = None
+    data: str | None = None
+    media_type: str | None = None
+    url: str | None = None
+
+
 class ContentPart(msgspec.Struct):
-    """A part of a message's content; only text is supported."""
+    """A part of a message's content: text or an image."""
 
     type: str
     text: str | None = None
+    image_url: ImageUrl | str | None = None
+    detail: str | None = None
+    source: ImageSource | None = None
 
 
 class FunctionCall(msgspec.Struct):
@@ -191,6 +215,10 @@ class ChatMessage(msgspec.Struct, kw_only=True):
     tool_calls: list[ToolCall] | None = None
     tool_call_id: Annotated[str, msgspec.Meta(max_length=MAX_CALL_ID_LENGTH)] | None = None
     reasoning_content: str | None = None
+
+
+def _parts_of(message: ChatMessage) -> list[ContentPart]:
+    return message.content if isinstance(message.content, list) else []
 
 
 class FunctionDefinition(msgspec.Struct):
@@ -236,6 +264,12 @@ class ChatBody(GenerationBody, kw_only=True):
     echo: Any = None
     suffix: Any = None
     best_of: Any = None
+
+    @property
+    def has_images(self) -> bool:
+        """Whether a message has an image."""
+        parts = (part for message in self.messages for part in _parts_of(message))
+        return any(part.type == "image_url" for part in parts)
 
 
 class CompletionBody(GenerationBody, kw_only=True):

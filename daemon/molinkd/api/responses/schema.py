@@ -26,6 +26,7 @@ from molinkd.api.openai.schema import (
     TopLogprobs,
 )
 from molinkd.api.protocol_conversion import (
+    convert_parts,
     copy_scheduling,
     join_texts,
     json_response_format,
@@ -202,7 +203,11 @@ class ResponseRequest(msgspec.Struct, kw_only=True):
                     thoughts = _reasoning_text(item, where)
                     continue
                 case "message":
-                    content = _content_text(item.content, f"{where}.content")
+                    content = item.content
+                    if isinstance(content, list):
+                        content = convert_parts(
+                            content, _TEXT_KINDS, "input_image", f"{where}.content"
+                        )
                     messages.append(make_message(item.role or "", content, where))
                 case "function_call":
                     if not messages or messages[-1].role != "assistant":

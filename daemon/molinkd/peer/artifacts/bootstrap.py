@@ -123,7 +123,7 @@ class Bootstrap:
             ModelFoundEvent(
                 model=source.name,
                 path=str(source.path),
-                has_vision=folder.config.has_vision,
+                is_text_only=folder.config.is_text_only,
                 adapters=tuple(adapter.name for adapter in folder.config.adapters),
             )
         )

@@ -127,6 +127,7 @@ class ServedModels:
             tuple(adapter.name for adapter in config.adapters),
             parameters=about.parameters or 0,
             quantization=about.quantization or "",
+            sees_images=config.vision is not None,
         )
 
 

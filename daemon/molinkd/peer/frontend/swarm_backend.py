@@ -13,7 +13,7 @@ import secrets
 import sys
 import threading
 from collections import Counter, deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +35,7 @@ from molink.swarm.frontend.stream import (
     FailStreamAction,
     PipelineEpoch,
     RequestStream,
+    SendPixelsAction,
     SendToSchedulerAction,
     StreamAction,
     StreamLimits,
@@ -42,11 +43,12 @@ from molink.swarm.frontend.stream import (
 )
 from molink.swarm.running_time import RunningTime
 from molink.wire.messages.base import Payload
-from molink.wire.messages.codec import DataMessage
+from molink.wire.messages.codec import Buffer, DataMessage
 from molink.wire.messages.serving import (
     Cancel,
     Credit,
     OutputTokens,
+    PixelsReceived,
     PooledOutput,
     PromptFragment,
     Rejected,
@@ -299,6 +301,10 @@ class SwarmBackend:
                     active.num_tokens += 1
                     self._carry_out(active, active.stream.on_token(token, now))
             self._check_replayed()
+        elif isinstance(message, PixelsReceived):
+            active = self._find_active(pipeline, message.key)
+            if active is not None:
+                self._carry_out(active, active.stream.on_pixels_received(message))
         elif isinstance(message, PooledOutput):
             active = self._find_active(pipeline, message.key)
             if active is not None and payload is not None and message.payload.dtype == "f32":
@@ -387,6 +393,8 @@ class SwarmBackend:
                     self._send_best_effort(target, message)
                 case SubmitAction():
                     self._submit(active, act)
+                case SendPixelsAction(target, fragment, data):
+                    self._send_messages(target, fragment.key, [(fragment, data)])
         self._set_timer(active)
 
     def _set_timer(self, active: _ActiveRequest) -> None:
@@ -399,22 +407,27 @@ class SwarmBackend:
 
     def _submit(self, active: _ActiveRequest, act: SubmitAction) -> None:
         self._counters["submitted"] += 1
-        messages: list[tuple[DataMessage, bytes | None]]
         cache = self._routing.cache_version_for(act.target, active.num_alternatives)
         submit = (
             act.submit
             if cache is None
             else msgspec.structs.replace(act.submit, cache_version=cache)
         )
-        messages = [(submit, act.grammar), *split_prompt(submit.key, act.token_ids)]
+        ids = split_prompt(submit.key, act.token_ids)
+        self._send_messages(act.target, submit.key, [(submit, act.grammar), *ids])
+
+    def _send_messages(
+        self, target: PipelineEpoch, key: str, messages: Iterable[tuple[DataMessage, Buffer | None]]
+    ) -> None:
+        """Send messages of a submission; if one can't be sent, the submission is rejected."""
         try:
             for message, part in messages:
-                self._schedulers.send(act.target, message, part)
+                self._schedulers.send(target, message, part)
         except MolinkError as error:
             # Cancel the part that may have been sent.
-            self._send_best_effort(act.target, Cancel(act.submit.key))
-            refused = _rejection_of(act, error)
-            self._loop.call_soon(self.on_message, act.target.pipeline, refused)
+            self._send_best_effort(target, Cancel(key))
+            refused = _rejection_of(target, key, error)
+            self._loop.call_soon(self.on_message, target.pipeline, refused)
 
     def _send_best_effort(self, target: PipelineEpoch, message: Cancel | Credit) -> None:
         """Send a message that may be lost."""
@@ -424,17 +437,17 @@ class SwarmBackend:
             log.debug("can't send to the scheduler of %s: %s", target.pipeline, error)
 
 
-def _rejection_of(act: SubmitAction, error: MolinkError) -> Rejected:
+def _rejection_of(target: PipelineEpoch, key: str, error: MolinkError) -> Rejected:
     """The rejection that stands for a submission that could not be sent."""
     reason: RejectReason = "epoch"  # the connection is lost: retry after a pause
     text, pause = str(error), 0.0
     if isinstance(error, MessageTooLarge):
         reason = "invalid"
-        text = f"`logit_bias` and `stop_token_ids` have too many entries together: {error}"
+        text = f"too many entries in `logit_bias` and `stop_token_ids`, or images: {error}"
     elif isinstance(error, Overloaded):
         reason, pause = "overloaded", 1.0
         text = "the connection to the pipeline is congested"
-    return Rejected(act.target.epoch, act.submit.key, reason, text, pause)
+    return Rejected(target.epoch, key, reason, text, pause)
 
 
 def split_prompt(key: str, ids: Sequence[int]) -> Iterator[tuple[PromptFragment, bytes]]:

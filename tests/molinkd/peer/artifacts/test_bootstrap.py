@@ -168,7 +168,7 @@ async def test_a_vision_model_is_reported(
     ).find_model()
     (event,) = reported
     assert isinstance(event, ModelFoundEvent)
-    assert event.has_vision is sees
+    assert event.is_text_only is sees
 
 
 async def test_changed_files_are_reported(

@@ -1,0 +1,104 @@
+"""Assembles the images of a submitted request, and checks that its ids stand for them."""
+
+from collections.abc import Sequence
+
+from molink.checkpoint.vision import VisionConfig
+from molink.errors import RequestError
+from molink.facts.images import FIRST_IMAGE_ID, MAX_PIXEL_BYTES, ImageInput, ImageSpan
+
+#: Bytes of an element of a row of an image, at most.
+_ELEMENT_BYTES = 4
+
+
+class IncomingImages:
+    """The images of one request, whose pixels arrive one after another.
+
+    Nothing of a peer is trusted: places, sizes, the number of pixels, and the ids, since cached
+    blocks are found by these.
+    """
+
+    def __init__(
+        self, spans: Sequence[ImageSpan], vision: VisionConfig | None, num_prompt_tokens: int
+    ) -> None:
+        """Check the places and sizes.
+
+        Raises:
+            RequestError: the model takes no such images.
+        """
+        if spans and vision is None:
+            raise RequestError("this model takes no images", "messages")
+        end = 0
+        for span in spans:
+            if not end <= span.start < span.end <= num_prompt_tokens:
+                raise RequestError(f"an image at token {span.start} is not in order")
+            end = span.end
+            if vision is not None:
+                _check_size(span, vision)
+        self._spans = tuple(spans)
+        self._pixels = bytearray()
+        self._num_bytes = sum(span.num_pixel_bytes for span in spans)
+        if self._num_bytes > MAX_PIXEL_BYTES:
+            raise RequestError(
+                f"images of {self._num_bytes} bytes; at most {MAX_PIXEL_BYTES}", "messages"
+            )
+
+    @property
+    def spans(self) -> tuple[ImageSpan, ...]:
+        """Where they lie in the prompt."""
+        return self._spans
+
+    @property
+    def num_received(self) -> int:
+        """Bytes of pixels so far."""
+        return len(self._pixels)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all pixels have arrived."""
+        return len(self._pixels) == self._num_bytes
+
+    def held_bytes(self, hidden_size: int) -> int:
+        """Memory that they take, first as pixels, then as rows of the decoder."""
+        rows = sum(span.num_rows for span in self._spans)
+        return max(self._num_bytes, rows * hidden_size * _ELEMENT_BYTES)
+
+    def add_pixels(self, first: int, data: memoryview) -> None:
+        """Add pixels from byte ``first`` on.
+
+        Raises:
+            RequestError: they don't follow the others, or are too many.
+        """
+        if first != len(self._pixels) or first + data.nbytes > self._num_bytes:
+            raise RequestError(f"pixels at {first} do not follow {len(self._pixels)}")
+        self._pixels += data
+
+    def take_images(self, ids: Sequence[int]) -> tuple[ImageInput, ...]:
+        """Return the images of a prompt that begins with ``ids``; they are held no longer.
+
+        Raises:
+            RequestError: the ids don't stand for these pixels.
+        """
+        images, first = [], 0
+        for span in self._spans:
+            pixels = bytes(memoryview(self._pixels)[first : first + span.num_pixel_bytes])
+            images.append(ImageInput(span, pixels))
+            first += span.num_pixel_bytes
+        self._pixels = bytearray()
+        expected = {
+            position: token for image in images for position, token in image.placed_ids.items()
+        }
+        found = {at: token for at, token in enumerate(ids) if token >= FIRST_IMAGE_ID}
+        if found != expected:
+            raise RequestError("the prompt's ids do not stand for its images", "prompt")
+        return tuple(images)
+
+
+def _check_size(span: ImageSpan, vision: VisionConfig) -> None:
+    try:
+        rows = vision.count_rows(span.height, span.width)
+    except ValueError as error:
+        raise RequestError(f"an image of {error}") from error
+    if rows != span.num_rows:
+        raise RequestError(
+            f"an image of {span.width}x{span.height} pixels has {rows} tokens, not {span.num_rows}"
+        )

@@ -1,0 +1,90 @@
+"""Where the images of a prompt lie, and the token ids that stand for them.
+
+An image's rows take ids that are made of its pixels, so that prompts share cached blocks exactly as
+far as their images are the same. No vocabulary has such ids.
+"""
+
+from hashlib import blake2b, shake_128
+from typing import Annotated
+
+import msgspec
+
+from molink.facts.scalars import Index
+
+#: The first of these ids.
+FIRST_IMAGE_ID = 1 << 30
+#: Images of a request, and what the tower sees of them: an image may be cut into tiles.
+MAX_IMAGES, MAX_TILES = 32, 128
+#: Pixels of a request, in bytes: 3 per pixel.
+MAX_PIXEL_BYTES = 96 << 20
+CHANNELS = 3
+_ID_BYTES = 4
+
+_Extent = Annotated[int, msgspec.Meta(ge=1, le=2**14)]
+
+
+class ImageSpan(msgspec.Struct, frozen=True, array_like=True):
+    """``count`` tokens from ``start`` on that show an image of ``height`` times ``width`` pixels.
+
+    After each ``line`` rows of the image, one token is text; 0: none is.
+    """
+
+    start: Index
+    count: Annotated[int, msgspec.Meta(ge=1, le=2**20)]
+    height: _Extent
+    width: _Extent
+    line: Annotated[int, msgspec.Meta(ge=0, le=2**14)] = 0
+
+    @property
+    def end(self) -> int:
+        """The position after its last token."""
+        return self.start + self.count
+
+    @property
+    def num_rows(self) -> int:
+        """Tokens that stand for rows of the image."""
+        return self.count - (self.count // (self.line + 1) if self.line else 0)
+
+    @property
+    def num_pixel_bytes(self) -> int:
+        """Bytes of its pixels."""
+        return self.height * self.width * CHANNELS
+
+    def row_at(self, position: int) -> int | None:
+        """Row of the image that the token at ``position`` stands for; ``None`` for text."""
+        offset = position - self.start
+        if not 0 <= offset < self.count:
+            return None
+        if not self.line:
+            return offset
+        lines, column = divmod(offset, self.line + 1)
+        return None if column == self.line else lines * self.line + column
+
+
+class ImageInput(msgspec.Struct, frozen=True, array_like=True):
+    """An image of a prompt: its place, and its pixels line by line (RGB)."""
+
+    span: ImageSpan
+    pixels: bytes
+
+    @property
+    def digest(self) -> bytes:
+        """Hash of its pixels and their shape."""
+        shape = f"{self.span.height}x{self.span.width}".encode()
+        return blake2b(self.pixels, digest_size=32, person=shape).digest()
+
+    @property
+    def row_ids(self) -> list[int]:
+        """Token ids of its rows; images of the same pixels have the same."""
+        words = shake_128(self.digest).digest(_ID_BYTES * self.span.num_rows)
+        return [
+            FIRST_IMAGE_ID | int.from_bytes(words[at : at + _ID_BYTES], "little") >> 2
+            for at in range(0, len(words), _ID_BYTES)
+        ]
+
+    @property
+    def placed_ids(self) -> dict[int, int]:
+        """Token ids of its rows by their position in the prompt."""
+        span, ids = self.span, self.row_ids
+        rows = ((position, span.row_at(position)) for position in range(span.start, span.end))
+        return {position: ids[row] for position, row in rows if row is not None}

@@ -1,0 +1,123 @@
+"""Resizes an image to what a vision tower takes, as the released processors do.
+
+Each layout of :class:`.ImageRules` has its rule: one square, tiles and a small whole image, or
+whole cells.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from PIL import Image
+
+from molink.checkpoint.vision import ImageRules, VisionConfig
+
+#: Longest edge of an image whose ``detail`` is low, as in OpenAI's API.
+LOW_DETAIL = 512
+#: Longest edge of an image before it is cut into tiles.
+_MAX_TILED = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class CutImage:
+    """What a tower sees of an image, and the text that shows it.
+
+    The text has each tile's placeholder tokens in order. ``lines`` are the rows after each of which
+    there is a token of text, of each tile; 0: none.
+    """
+
+    tiles: tuple[Image.Image, ...]
+    text: str
+    lines: tuple[int, ...]
+
+
+def cut_image(image: Image.Image, vision: VisionConfig, *, low_detail: bool = False) -> CutImage:
+    """Cut an RGB ``image``; with ``low_detail`` to fewer rows."""
+    rules = vision.rules
+    if low_detail and max(image.size) > LOW_DETAIL:
+        image = image.copy()
+        image.thumbnail((LOW_DETAIL, LOW_DETAIL), Image.Resampling(rules.resample))
+    match rules.layout:
+        case "square":
+            return _show_whole(_resize(image, rules.size, rules.size, rules), vision)
+        case "tiles":
+            return _cut_tiles(image, vision, tiled=bool(rules.longest) and not low_detail)
+        case "lines":
+            return _cut_lines(image, vision)
+
+
+def _resize(image: Image.Image, width: int, height: int, rules: ImageRules) -> Image.Image:
+    return image.resize((width, height), Image.Resampling(rules.resample))
+
+
+def _show_whole(image: Image.Image, vision: VisionConfig) -> CutImage:
+    rules = vision.rules
+    tokens = rules.token * vision.count_rows(image.height, image.width)
+    return CutImage((image,), f"{rules.opening}{tokens}{rules.closing}", (0,))
+
+
+# --- tiles ---------------------------------------------------------------------------------------
+
+
+def _cut_tiles(image: Image.Image, vision: VisionConfig, *, tiled: bool) -> CutImage:
+    """Idefics 3's tiles, with their line and column, and then the whole image."""
+    rules, side = vision.rules, vision.rules.size
+    image = _resize(image, *_fit_longest(*image.size, rules.longest or side), rules)
+    if tiled:
+        image = _resize(image, *_fit_tiles(*image.size, side), rules)
+    whole = _show_whole(_resize(image, side, side, rules), vision)
+    if not tiled or max(image.size) <= side:
+        return whole
+    tokens = rules.token * vision.count_rows(side, side)
+    text, tiles = "", []
+    for line in range(image.height // side):
+        for column in range(image.width // side):
+            place = f"<row_{line + 1}_col_{column + 1}>"
+            text += f"{rules.closing}{place}{tokens}"
+            box = column * side, line * side, (column + 1) * side, (line + 1) * side
+            tiles.append(image.crop(box))
+        text += "\n"
+    every = (*tiles, *whole.tiles)
+    return CutImage(every, f"{text}\n{whole.text}", (0,) * len(every))
+
+
+def _fit_longest(width: int, height: int, longest: int) -> tuple[int, int]:
+    """A size whose longer edge is ``longest``, the other one even."""
+    longest = min(longest, _MAX_TILED)
+    ratio = width / height
+    if width >= height:
+        shorter = int(longest / ratio)
+        return longest, max(shorter + shorter % 2, 1)
+    shorter = int(longest * ratio)
+    return max(shorter + shorter % 2, 1), longest
+
+
+def _fit_tiles(width: int, height: int, side: int) -> tuple[int, int]:
+    """A size of whole tiles."""
+    ratio = width / height
+    if width >= height:
+        width = math.ceil(width / side) * side
+        return width, math.ceil(int(width / ratio) / side) * side
+    height = math.ceil(height / side) * side
+    return math.ceil(int(height * ratio) / side) * side, height
+
+
+# --- lines ---------------------------------------------------------------------------------------
+
+
+def _cut_lines(image: Image.Image, vision: VisionConfig) -> CutImage:
+    """Whole cells, whose lines a prompt ends with a token each."""
+    rules, cell = vision.rules, vision.cell_pixels
+    ratio = max(max(image.size) / rules.size, 1.0)
+    columns, lines = (-(-int(extent / ratio) // cell) for extent in image.size)
+    columns, lines = max(columns, 1), max(lines, 1)
+    image = _resize(image, columns * cell, lines * cell, rules)
+    shown = rules.line_end.join([rules.token * columns] * lines)
+    return CutImage(
+        (image,), f"{rules.opening}{shown}{rules.closing}", (columns if lines > 1 else 0,)
+    )
+
+
+def tile_pixels(cut: CutImage) -> Iterator[bytes]:
+    """Pixels of each tile line by line (RGB)."""
+    return (tile.tobytes() for tile in cut.tiles)

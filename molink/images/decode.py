@@ -1,0 +1,75 @@
+"""Decodes images of clients, which are hostile until decoded."""
+
+import base64
+import binascii
+import io
+import warnings
+
+from PIL import Image, ImageOps
+
+from molink.errors import RequestError
+
+#: Pillow's names of the formats that are decoded.
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
+#: Pixels of an image; decoded, each takes a few bytes.
+MAX_PIXELS = 64_000_000
+_FORMAT_NAMES = "PNG, JPEG, WebP or GIF"
+#: Bytes of a URL that an error shows.
+_SHOWN = 32
+
+
+def decode_data_url(url: str, field: str) -> Image.Image:
+    """Decode an image from a ``data:`` URL in base64; its media type is ignored.
+
+    Raises:
+        RequestError: it is another kind of URL, or not an image that may be decoded.
+    """
+    scheme, comma, data = url.partition(",")
+    if not scheme.startswith("data:"):
+        raise RequestError(
+            f"`{field}`: molink fetches nothing, so {scheme[:_SHOWN]!r} is not supported: send the "
+            "image as a data: URL",
+            field,
+        )
+    if not comma or not scheme.endswith(";base64"):
+        raise RequestError(f"`{field}`: expected data:image/…;base64,…", field)
+    try:
+        decoded = base64.b64decode(data, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise RequestError(f"`{field}`: not valid base64: {error}", field) from None
+    return decode_image(decoded, field)
+
+
+def decode_image(data: bytes, field: str) -> Image.Image:
+    """Decode an image to RGB, turned as its camera says.
+
+    Raises:
+        RequestError: it is of another format, animated, too large or damaged.
+    """
+    Image.MAX_IMAGE_PIXELS = None  # checked here, with a message of our own
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+                _check_image(image, field)
+                turned = ImageOps.exif_transpose(image)
+                return turned.convert("RGB")
+    except RequestError:
+        raise
+    except Exception as error:  # a decoder may raise anything
+        reason = "" if "cannot identify" in str(error) else f" ({error})"
+        raise RequestError(
+            f"`{field}`: not a readable image, which may be {_FORMAT_NAMES}{reason}", field
+        ) from None
+
+
+def _check_image(image: Image.Image, field: str) -> None:
+    width, height = image.size
+    if width * height > MAX_PIXELS:
+        raise RequestError(
+            f"`{field}`: the image has {width}x{height} pixels; at most "
+            f"{MAX_PIXELS // 1_000_000} million",
+            field,
+        )
+    if getattr(image, "is_animated", False):
+        raise RequestError(f"`{field}`: animated images are not supported", field)

@@ -1,0 +1,86 @@
+"""Models that see equal transformers: whole, split, in chunks, after cached beginnings."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.models import MakeModel
+from tests.support.sight import BLOCK_SIZE, SeeingRing, SeenPrompt, make_picture, make_seeing
+from tests.support.stage import Reference
+
+FAMILIES = ("smolvlm", "mistral3")
+TEXT = "What is the difference between @ and @, please?"
+
+
+class Seen:
+    """A model, a prompt with two images, and transformers' answer to it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        pictures = [make_picture(40, 24, 1), make_picture(20, 50, 2)]
+        self.prompt = SeenPrompt.from_text(folder, TEXT, pictures)
+        self.blocks = list(range(1, -(-(len(self.prompt.ids) + 32) // BLOCK_SIZE) + 1))
+        self.logits, self.answer = self._ask_reference()
+
+    @torch.inference_mode()
+    def _ask_reference(self) -> tuple[Tensor, list[int]]:
+        model, prompt = Reference(self.folder).model, self.prompt
+        ids = torch.tensor([prompt.reference_ids])
+        given = {"attention_mask": torch.ones_like(ids), **prompt.reference_inputs}
+        logits = model(ids, **given).logits[0]
+        answer = model.generate(
+            ids,
+            **given,
+            max_new_tokens=32,
+            min_new_tokens=32,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        return logits, answer[0, len(prompt.ids) :].tolist()
+
+
+@pytest.fixture(params=FAMILIES, scope="module")
+def seen(
+    request: pytest.FixtureRequest, make_model: MakeModel, tmp_path_factory: pytest.TempPathFactory
+) -> Seen:
+    """A model that sees, with a prompt."""
+    folder = tmp_path_factory.mktemp("seen") / "model"
+    return Seen(make_seeing(make_model, folder, request.param))
+
+
+@pytest.mark.parametrize("splits", [(), (1,), (1, 2)], ids=["whole", "two stages", "three stages"])
+@pytest.mark.parametrize("chunk", [1024, 7])
+def test_a_prompt_with_images(seen: Seen, splits: tuple[int, ...], chunk: int) -> None:
+    ring = SeeingRing(seen.folder, splits)
+    logits = ring.run_prompt(seen.prompt, seen.blocks, chunk)
+    torch.testing.assert_close(logits, seen.logits, rtol=0, atol=1e-4)
+    assert ring.decode(seen.prompt, logits, 32, seen.blocks) == seen.answer
+
+
+def test_a_prompt_whose_beginning_is_cached(seen: Seen) -> None:
+    ring, spans = SeeingRing(seen.folder), [image.span for image in seen.prompt.images]
+    ring.run_prompt(seen.prompt, seen.blocks)
+    for first in (spans[0].start, spans[0].end, len(seen.prompt.ids) - 1):
+        logits = ring.run_prompt(seen.prompt, seen.blocks, first=first)
+        torch.testing.assert_close(logits, seen.logits[first:], rtol=0, atol=1e-4)
+
+
+def test_other_pixels_have_other_ids(seen: Seen) -> None:
+    pictures = [make_picture(40, 24, 1), make_picture(20, 50, 3)]
+    other = SeenPrompt.from_text(seen.folder, TEXT, pictures)
+    differing = [
+        position
+        for position, (one, two) in enumerate(zip(seen.prompt.ids, other.ids, strict=True))
+        if one != two
+    ]
+    changed = [image.span for image in seen.prompt.images if image not in other.images]
+    assert changed
+    assert differing == [
+        position
+        for span in changed
+        for position in range(span.start, span.end)
+        if span.row_at(position) is not None
+    ]

@@ -1,0 +1,215 @@
+"""Small models that see, as their released folders are, and their inputs in transformers.
+
+Their towers have a few patches, so an image has a few tokens.
+"""
+
+import base64
+import io
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from molink.checkpoint.config import ModelConfig
+from molink.checkpoint.vision import VisionConfig
+from molink.facts.images import FIRST_IMAGE_ID, ImageInput
+from molink.images.cut import cut_image
+from molink.images.prompt import encode_prompt
+from molink.stage.batch import ImageRows, SequenceRows, StageInput
+from molink.text.tokenizer import Tokenizer
+from tests.support.models import MakeModel
+from tests.support.stage import BLOCK_SIZE, Ring
+
+#: Tokens of images; the first stands for their rows.
+TOKENS: dict[str, tuple[str, ...]] = {
+    "smolvlm": (
+        "<image>",
+        "<fake_token_around_image>",
+        "<global-img>",
+        *(f"<row_{line}_col_{column}>" for line in (1, 2) for column in (1, 2)),
+    ),
+    "mistral3": ("[IMG]", "[IMG_BREAK]", "[IMG_END]"),
+    "gemma3": ("<image_soft_token>", "<start_of_image>", "<end_of_image>"),
+}
+IMAGE_ID = 259
+_FIELDS: dict[str, dict[str, Any]] = {
+    "smolvlm": {
+        "vision_config": {"image_size": 32, "patch_size": 8, "num_hidden_layers": 2},
+        "outer_config": {"image_token_id": IMAGE_ID, "scale_factor": 2},
+    },
+    "mistral3": {
+        "vision_config": {"image_size": 64, "patch_size": 8, "num_hidden_layers": 2},
+        "outer_config": {"image_token_index": IMAGE_ID, "multimodal_projector_bias": True},
+    },
+    "gemma3": {
+        "vision_config": {"image_size": 32, "patch_size": 4, "num_hidden_layers": 2},
+        "outer_config": {"image_token_index": IMAGE_ID, "mm_tokens_per_image": 16},
+    },
+}
+PREPROCESSORS: dict[str, dict[str, Any]] = {
+    "smolvlm": {"size": {"longest_edge": 64}, "max_image_size": {"longest_edge": 32}},
+    "mistral3": {"size": {"longest_edge": 64}, "image_mean": [0.4, 0.5, 0.6]},
+    "gemma3": {"size": {"height": 32, "width": 32}, "resample": 2},
+}
+_TEMPLATE = (
+    "{%% for message in messages %%}<|im_start|>{{ message['role'] }}\n"
+    "{%% for part in message['content'] %%}{%% if part['type'] == 'image' %%}%s"
+    "{%% else %%}{{ part['text'] }}{%% endif %%}{%% endfor %%}<|im_end|>\n{%% endfor %%}"
+    "{%% if add_generation_prompt %%}<|im_start|>assistant\n{%% endif %%}"
+)
+
+
+def make_seeing(make_model: MakeModel, folder: Path, family: str, **fields: Any) -> Path:
+    """Write a small model that sees into ``folder``."""
+    from tokenizers import AddedToken
+    from tokenizers import Tokenizer as Backend
+
+    make_model(folder, family, **_FIELDS[family], **fields)
+    tokenizer = Backend.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in TOKENS[family]])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    vision = ModelConfig.parse_config(
+        json.loads((folder / "config.json").read_text(encoding="utf-8")), family
+    ).vision
+    assert vision is not None
+    path = folder / "tokenizer_config.json"
+    settings = json.loads(path.read_text(encoding="utf-8"))
+    settings["chat_template"] = _TEMPLATE % vision.rules.placeholder
+    path.write_text(json.dumps(settings), encoding="utf-8")
+    (folder / "preprocessor_config.json").write_text(json.dumps(PREPROCESSORS[family]))
+    return folder
+
+
+def make_picture(width: int, height: int, seed: int = 0) -> Image.Image:
+    """A smooth picture of no meaning."""
+    noise = torch.randint(0, 256, (3, 3, 3), generator=torch.Generator().manual_seed(seed))
+    return Image.fromarray(noise.to(torch.uint8).numpy()).resize(
+        (width, height), Image.Resampling.BICUBIC
+    )
+
+
+def encode_picture(picture: Image.Image, kind: str = "PNG") -> str:
+    """Base64 of a picture's file."""
+    file = io.BytesIO()
+    picture.save(file, kind)
+    return base64.b64encode(file.getvalue()).decode()
+
+
+@dataclass(frozen=True)
+class SeenPrompt:
+    """A prompt with images: ids as molink has them, and what transformers gets."""
+
+    ids: list[int]
+    images: tuple[ImageInput, ...]
+    vision: VisionConfig
+
+    @classmethod
+    def from_text(cls, folder: Path, text: str, pictures: Sequence[Image.Image]) -> "SeenPrompt":
+        """Show ``pictures`` where ``text`` has ``@``."""
+        vision = ModelConfig.load_folder(folder).vision
+        assert vision is not None
+        tokenizer = Tokenizer.open(folder)
+        cuts = [cut_image(picture, vision) for picture in pictures]
+        shown = text.replace("@", vision.rules.placeholder)
+        ids, images = encode_prompt(
+            shown, cuts, vision, IMAGE_ID, lambda text: tokenizer.encode(text, special=False)
+        )
+        return cls(ids, images, vision)
+
+    @property
+    def reference_ids(self) -> list[int]:
+        """Its ids for transformers."""
+        return [IMAGE_ID if token >= FIRST_IMAGE_ID else token for token in self.ids]
+
+    @property
+    def reference_inputs(self) -> dict[str, Tensor]:
+        """The inputs of transformers beside ids."""
+        rules, tiles = self.vision.rules, []
+        mean, std = (torch.tensor(each) for each in (rules.mean, rules.std))
+        for image in self.images:
+            shape = image.span.height, image.span.width, 3
+            pixels = torch.frombuffer(bytearray(image.pixels), dtype=torch.uint8).view(shape)
+            tiles.append(((pixels / 255 - mean) / std).permute(2, 0, 1))
+        sizes = torch.tensor([[image.span.height, image.span.width] for image in self.images])
+        if rules.layout == "tiles":
+            return {"pixel_values": torch.stack(tiles)[None]}
+        if rules.layout == "square":
+            seen = torch.tensor([[token >= FIRST_IMAGE_ID for token in self.ids]])
+            return {"pixel_values": torch.stack(tiles), "token_type_ids": seen.long()}
+        height, width = sizes.max(dim=0).values.tolist()
+        padded = torch.zeros(len(tiles), 3, height, width)
+        for one, tile in zip(padded, tiles, strict=True):
+            one[:, : tile.shape[1], : tile.shape[2]] = tile
+        return {"pixel_values": padded, "image_sizes": sizes}
+
+
+class SeeingRing(Ring):
+    """A ring whose first stage sees."""
+
+    def run_prompt(
+        self, prompt: SeenPrompt, blocks: Sequence[int], chunk: int = 1024, first: int = 0
+    ) -> Tensor:
+        """Logits of a prompt's rows from ``first`` on, computed in chunks."""
+        found = []
+        rows = [self.encode(image) for image in prompt.images]
+        for start, end in self._cut_chunks(prompt, first, chunk):
+            indices, parts = [], []
+            for image, encoded in zip(prompt.images, rows, strict=True):
+                for position in range(start, end):
+                    row = image.span.row_at(position)
+                    if row is not None:
+                        indices.append(position - start)
+                        parts.append(encoded[row])
+            tokens = torch.tensor(prompt.ids[start:end])
+            tokens = torch.where(tokens < FIRST_IMAGE_ID, tokens, 0)
+            seen = ImageRows(indices, torch.stack(parts)) if indices else None
+            sequence = SequenceRows(
+                start, end - start, blocks, images=tuple(image.span for image in prompt.images)
+            )
+            hidden: Tensor | None = None
+            for stage in self.stages:
+                own = (tokens, None) if stage.is_first else (None, hidden)
+                wanted = tuple(range(end - start))
+                given = StageInput(*own, (sequence,), wanted, seen if stage.is_first else None)
+                hidden = stage.forward(given).clone()
+            assert hidden is not None
+            found.append(hidden)
+        return torch.cat(found)
+
+    def encode(self, image: ImageInput) -> Tensor:
+        """Rows of an image."""
+        shape = image.span.height, image.span.width, 3
+        pixels = torch.frombuffer(bytearray(image.pixels), dtype=torch.uint8).view(shape)
+        return self.stages[0].encode_image(pixels)
+
+    def _cut_chunks(self, prompt: SeenPrompt, first: int, chunk: int) -> list[tuple[int, int]]:
+        """Chunks of ``chunk`` rows; longer where an image can't be cut."""
+        whole = self.stages[0].config.sees_whole_images
+        spans = [image.span for image in prompt.images] if whole else []
+        cuts, start = [], first
+        while start < len(prompt.ids):
+            end = min(start + chunk, len(prompt.ids))
+            end = next((one.end for one in spans if one.start < end < one.end), end)
+            cuts.append((start, end))
+            start = end
+        return cuts
+
+    def decode(
+        self, prompt: SeenPrompt, logits: Tensor, count: int, blocks: Sequence[int]
+    ) -> list[int]:
+        """Greedy tokens after a prompt whose last logits are ``logits``."""
+        tokens = [int(logits[-1].argmax())]
+        spans = tuple(image.span for image in prompt.images)
+        while len(tokens) < count:
+            start = len(prompt.ids) + len(tokens) - 1
+            row = SequenceRows(start, 1, blocks, images=spans)
+            tokens.append(int(self.run(tokens[-1:], [row])[0].argmax()))
+        return tokens
+
+
+__all__ = ["BLOCK_SIZE", "IMAGE_ID", "SeeingRing", "SeenPrompt"]
