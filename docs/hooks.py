@@ -24,6 +24,12 @@ OUTSIDE = {
     "contributing.md": "CONTRIBUTING.md",
     "security.md": "SECURITY.md",
     "LICENSE.txt": "LICENSE",
+    "examples/index.md": "examples/README.md",
+    **{
+        f"examples/{path.name}": f"examples/{path.name}"
+        for path in sorted((ROOT / "examples").iterdir())
+        if path.suffix in (".py", ".service", ".toml", ".yaml")
+    },
 }
 COMMANDS_PAGE = "reference/cli.md"
 HTTP_PAGE = "reference/http-api.md"

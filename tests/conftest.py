@@ -56,6 +56,7 @@ STARTING_PROCESSES = (
     "tests/stage/test_without_avx512.py",
     "tests/test_cpu_isa.py",
     "tests/test_repository.py",
+    "tests/tools/test_release.py",
     "tests/tools/test_wan.py",
 )
 
@@ -69,6 +70,7 @@ SPREAD = (
 #: Files whose tests share a demo.
 SHARING_DEMO = (
     "tests/e2e/test_demo.py",
+    "tests/e2e/test_examples.py",
     "tests/e2e/test_hostile_swarm.py",
     "tests/e2e/test_official_clients.py",
     "tests/e2e/test_parity.py",

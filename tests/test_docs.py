@@ -27,6 +27,7 @@ DOCUMENTS = [
             "SECURITY.md",
             "configs/README.md",
             "deploy/README.md",
+            "examples/README.md",
         )
     ),
     *sorted((ROOT / "docs").rglob("*.md")),

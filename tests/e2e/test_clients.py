@@ -3,6 +3,7 @@
 It knows no tools, so it has another chat template, and calls are enforced.
 """
 
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ import pytest
 from molink.checkpoint.model_source import find_demo_model
 from tests.support import tool_templates
 from tests.support.clients import node_script, python_program, run_json
+from tests.support.examples import load_script
 from tests.support.processes import Process
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -79,6 +81,14 @@ def test_tools_of_official_clients(url: str) -> None:
     finally:
         talk._client.close()
     assert found.message.content or found.message.tool_calls
+
+
+def test_the_agent_of_the_examples(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    agent = load_script("agent")
+    choice = {"type": "function", "function": {"name": "measure_disk"}}
+    with openai.OpenAI(base_url=url, api_key="-") as client:
+        assert agent.run_agent(client, NAME, "Which disk is full?", choice)
+    assert re.search(r"measure_disk\(.+\) = \d+% of", capsys.readouterr().out)
 
 
 @pytest.mark.parametrize("script", ["langchain_client.py", "litellm_client.py"])
