@@ -14,6 +14,8 @@ from tests.support.stage import Ring
 from tests.support.two_peers import answer_as_one_stage_does
 
 STREAMS, ANSWER = 5, 240
+#: Chunks, chosen positions, and two kinds of heads.
+NEWER = ("llama4_text", "glm_moe_dsa", "gemma4_text")
 #: Families with recurrent layers.
 STATES = ("qwen3_next", "qwen3_5", "lfm2_moe", "granitemoehybrid")
 
@@ -22,7 +24,7 @@ STATES = ("qwen3_next", "qwen3_5", "lfm2_moe", "granitemoehybrid")
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     "family",
-    ["mistral3", "gpt_oss", "granitemoe", "glm4_moe", "glm4_moe_lite", *STATES],
+    ["mistral3", "gpt_oss", "granitemoe", "glm4_moe", "glm4_moe_lite", *NEWER, *STATES],
 )
 def test_two_peers_answer_as_one_stage_does(
     tmp_path: Path, tools: type[Tools], make_model: MakeModel, family: str

@@ -4,6 +4,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from molink.text.tool_calls import (
+    enclosed,
     harmony,
     hermes,
     listed,
@@ -15,7 +16,12 @@ from molink.text.tool_calls import (
 )
 from molink.text.tool_calls.base import AnswerParser
 from molink.text.tool_calls.formats import ToolCallFormat, ToolCallParserChoice
-from molink.text.tool_calls.reasoning import REASONING_TAGS, PlainTextParser, ReasoningParser
+from molink.text.tool_calls.reasoning import (
+    REASONING_TAGS,
+    TAG_TOKENS,
+    PlainTextParser,
+    ReasoningParser,
+)
 
 #: Strings that a format's templates contain, and strings that exclude it; harmony is first.
 _TEMPLATE_SIGNS: dict[ToolCallFormat, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -32,6 +38,8 @@ _TEMPLATE_SIGNS: dict[ToolCallFormat, tuple[tuple[str, ...], tuple[str, ...]]] =
     "granite": (("<|tool_call|>", "<|start_of_role|>"), ()),
     "phi4_mini": (("<|tool|>", "<|/tool|>"), ()),
     "pythonic": (("ipython", "params_name1=params_value1"), ()),
+    "gemma4": (("<|tool_call>call:", "<tool_call|>"), ()),
+    "lfm2": (("<|im_start|>", "List of tools: "), ()),
 }
 _MARKERS: dict[ToolCallFormat, frozenset[str]] = {
     "harmony": harmony.MARKERS,
@@ -47,6 +55,8 @@ _MARKERS: dict[ToolCallFormat, frozenset[str]] = {
     "granite": listed.MARKERS,
     "phi4_mini": listed.MARKERS,
     "pythonic": pythonic.MARKERS,
+    "lfm2": enclosed.LFM2.markers,
+    "gemma4": enclosed.GEMMA4.markers,
 }
 _CALL_PARSERS: dict[ToolCallFormat, Callable[[tagged.ToolSchemas], AnswerParser]] = {
     "hermes": lambda tools: hermes.HermesParser(frozenset(tools)),
@@ -63,6 +73,8 @@ _CALL_PARSERS: dict[ToolCallFormat, Callable[[tagged.ToolSchemas], AnswerParser]
         frozenset(tools), listed.OPEN, listed.FUNCTOOLS
     ),
     "pythonic": lambda tools: pythonic.PythonicParser(frozenset(tools)),
+    "lfm2": lambda tools: enclosed.EnclosedCallParser(frozenset(tools), enclosed.LFM2),
+    "gemma4": lambda tools: enclosed.EnclosedCallParser(frozenset(tools), enclosed.GEMMA4),
 }
 
 
@@ -79,7 +91,8 @@ class AnswerFormat:
         ``tools`` tells whether the answer may have calls.
         """
         calls = self.tool_calls if tools or self.tool_calls == "harmony" else None
-        return frozenset(self.reasoning_tags or ()) | (_MARKERS[calls] if calls else frozenset())
+        tags = {TAG_TOKENS.get(tag, tag) for tag in self.reasoning_tags or ()}
+        return frozenset(tags) | (_MARKERS[calls] if calls else frozenset())
 
 
 def detect_answer_format(

@@ -17,6 +17,8 @@ ToolCallFormat = Literal[
     "granite",
     "phi4_mini",
     "pythonic",
+    "lfm2",
+    "gemma4",
 ]
 #: Choices of the ``tool_call_parser`` setting; ``raw`` disables parsing.
 ToolCallParserChoice = Literal["auto", "raw", ToolCallFormat]

@@ -43,7 +43,11 @@ def build_call_grammar(
     """
 
     def quote(text: str) -> str:
-        return f"<[{ids[text]}]>" if text in ids else json.dumps(text)
+        token = max((one for one in ids if text.startswith(one)), key=len, default=None)
+        if token is None:
+            return json.dumps(text)
+        rest = text.removeprefix(token)
+        return f"<[{ids[token]}]>" + (f" {json.dumps(rest)}" if rest else "")
 
     named = "[ARGS]" in ids
     rules = ["%llguidance {}", *_start_rule(form, quote, ids, tail)]

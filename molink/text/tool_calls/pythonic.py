@@ -15,8 +15,19 @@ from molink.text.tool_calls.call_reader import MAX_HELD_CHARACTERS
 TAG = "<|python_tag|>"
 MARKERS = frozenset({TAG})
 _BRACKETS = {")": "(", "]": "[", "}": "{"}
+#: What JSON calls Python's constants.
+_JSON_WORDS = {"true": True, "false": False, "null": None}
+#: Names and JSON arguments of calls.
+Calls = list[tuple[str, str]]
 #: Maximum nesting of values.
-_MAX_DEPTH = 32
+MAX_DEPTH = 32
+
+
+class _JsonWords(ast.NodeTransformer):
+    """Replaces JSON's words, which objects in calls may have."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.Constant(_JSON_WORDS[node.id]) if node.id in _JSON_WORDS else node
 
 
 class PythonicParser:
@@ -75,11 +86,11 @@ class PythonicParser:
             if not self._open:
                 self._settle_list()
                 return
-        if len(self._open) > _MAX_DEPTH or len(self._held) > MAX_HELD_CHARACTERS:
+        if len(self._open) > MAX_DEPTH or len(self._held) > MAX_HELD_CHARACTERS:
             self._abandon_list()
 
     def _settle_list(self) -> None:
-        calls = _parse_calls(self._held[self._held.index("[") :], self._names)
+        calls = parse_python_calls(self._held[self._held.index("[") :], self._names)
         if calls is None:
             self._abandon_list()
             return
@@ -94,12 +105,12 @@ class PythonicParser:
         self._held, self._state = "", "outside"
 
 
-def _parse_calls(text: str, names: frozenset[str]) -> list[tuple[str, str]] | None:
-    """Names and JSON arguments of a list of calls; ``None`` if it is anything else."""
+def parse_python_calls(text: str, names: frozenset[str]) -> Calls | None:
+    """Parse a list of calls of ``names``; ``None`` if it is anything else."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of unknown escapes in strings
-            tree = ast.parse(text, mode="eval").body
+            tree = ast.parse(text.strip(), mode="eval").body
         if not isinstance(tree, ast.List) or not tree.elts:
             return None
         calls = [_parse_call(each, names) for each in tree.elts]
@@ -118,7 +129,7 @@ def _parse_call(node: ast.expr, names: frozenset[str]) -> tuple[str, str] | None
     for keyword in node.keywords:
         if keyword.arg is None:
             return None
-        values[keyword.arg] = ast.literal_eval(keyword.value)
+        values[keyword.arg] = ast.literal_eval(_JsonWords().visit(keyword.value))
     text = json.dumps(values, ensure_ascii=False, allow_nan=False)
     text.encode("utf-8")  # fails for half a surrogate pair
     return name, text

@@ -16,7 +16,10 @@ REASONING_TAGS = (
     ("<think>", "</think>"),
     ("[THINK]", "[/THINK]"),
     ("<seed:think>", "</seed:think>"),
+    ("<|channel>thought", "<channel|>"),
 )
+#: The tokens that tags begin with, where these are no tokens.
+TAG_TOKENS = {"<|channel>thought": "<|channel>"}
 
 
 def is_tag_open(tail: str, tag: str) -> bool:

@@ -147,6 +147,13 @@ def test_reasoning_may_come_first(special: tuple[str, ...]) -> None:
     assert not allows(opened, call, special)
 
 
+def test_a_tag_that_begins_with_a_token() -> None:
+    form = AnswerFormat("llama", ("<|channel>thought", "<channel|>"))
+    grammar = build_call_grammar(form, TOOLS, {"<|channel>": 7, "<channel|>": 8})
+    assert '<[7]> "thought"' in grammar
+    assert "<[8]>" in grammar
+
+
 @pytest.mark.parametrize("calls", ["mistral", "harmony"])
 def test_special_tokens_of_a_tokenizer(calls: Any, tmp_path: Path) -> None:
     """Marks come as their own tokens, not letter by letter, and then the answer may end."""

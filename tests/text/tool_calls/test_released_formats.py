@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from molink.text.tool_calls import pythonic, tagged
-from molink.text.tool_calls.create import detect_answer_format
-from tests.text.tool_calls.answers import called, cut_text, parser_of, read, read_text
+from molink.text.tool_calls.create import create_answer_parser, detect_answer_format
+from tests.text.tool_calls.answers import TOOLS, called, cut_text, parser_of, read, read_text
 
 PARIS = {"city": "Paris, é", "days": [1, {"x": '}]\\" <'}]}
 ARGS = json.dumps(PARIS, ensure_ascii=False)
@@ -38,6 +38,8 @@ CALLS, CALL, SEP = "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"
 CALL_END, CALLS_END = "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"
 SECTION, SECTION_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 BEGIN, ARGUMENT, END = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
+
+LFM, LFM_END = "<|tool_call_start|>", "<|tool_call_end|>"
 
 #: Format, answer, content, calls.
 GOOD: list[tuple[str, str, str, Any]] = [
@@ -111,6 +113,34 @@ GOOD: list[tuple[str, str, str, Any]] = [
         ],
     ),
     ("pythonic", "[now()] Done.", " Done.", BOTH[1:]),
+    (
+        "lfm2",
+        f"I look.{LFM}[get_weather(city='Paris, é', days=[1, {{'x': '}}]\\\\\" <'}}]), now()]"
+        f"{LFM_END}",
+        "I look.",
+        BOTH,
+    ),
+    (
+        "lfm2",
+        f'{LFM}[now(x={{"a": true, "b": null}})]',
+        "",
+        [("now", {"x": {"a": True, "b": None}})],
+    ),
+    ("lfm2", f"{LFM} [now()] {LFM_END}{LFM}[now()]{LFM_END}", "", [*BOTH[1:], *BOTH[1:]]),
+    (
+        "gemma4",
+        '<|tool_call>call:get_weather{city:<|"|>Paris, é<|"|>,days:[1,{x:<|"|>}]\\" <<|"|>}]}'
+        "<tool_call|><|tool_call>call:now{}<tool_call|>",
+        "",
+        BOTH,
+    ),
+    (
+        "gemma4",
+        'Hm.<|tool_call>call:now{ a : -1.5, <|"|>b c<|"|> : [true, None] }<tool_call|>',
+        "Hm.",
+        [("now", {"a": -1.5, "b c": [True, None]})],
+    ),
+    ("gemma4", "<|tool_call>call:now{}", "", BOTH[1:]),
 ]
 
 #: What is text, all of it.
@@ -161,6 +191,22 @@ NO_CALLS = [
     ("pythonic", "So: [now()]"),
     ("pythonic", "<|python_tag|>print(1)"),
     ("pythonic", " " * 3000),
+    ("lfm2", f"{LFM}[launch()]{LFM_END} and more"),
+    ("lfm2", f"{LFM}now"),
+    ("lfm2", f"{LFM}[now(x=yes)]{LFM_END}"),
+    ("lfm2", f"{LFM}{'x' * 70_000}{LFM_END}"),
+    ("lfm2", "<|tool_call"),
+    ("gemma4", "<|tool_call>call:launch{}<tool_call|>"),
+    ("gemma4", "<|tool_call>now{}<tool_call|>"),
+    ("gemma4", "<|tool_call>call:now{a}<tool_call|>"),
+    ("gemma4", "<|tool_call>call:now{a:1 b:2}<tool_call|>"),
+    ("gemma4", "<|tool_call>call:now{a:b}<tool_call|>"),
+    ("gemma4", "<|tool_call>call:now{a:}<tool_call|>"),
+    ("gemma4", "<|tool_call>call:now{a:1e999}<tool_call|>"),
+    ("gemma4", "<|tool_call>call:now{a:[1}<tool_call|>"),
+    ("gemma4", "<|tool_call>call:now{} then<tool_call|>"),
+    ("gemma4", '<|tool_call>call:now{a:<|"|>b<tool_call|>'),
+    ("gemma4", f"<|tool_call>call:now{{a:{'[' * 500}{']' * 500}}}<tool_call|>"),
 ]
 FORMS = sorted({form for form, *_ in GOOD})
 
@@ -230,11 +276,23 @@ def test_thoughts_come_before_calls() -> None:
         ("glm", GLM),
         ("minimax_m2", MINIMAX),
         ("deepseek", f"{CALL}now{SEP}{{}}"),
+        ("lfm2", f"{LFM}[now()]{LFM_END}"),
     ):
         found = read_text(form, f"Hm.</think>\n\n{answer}", "<think>", thinks=True)
         assert found.thought == "Hm."
         assert found.text == ""
         assert called(found)
+
+
+def test_gemma_4_thinks_in_a_channel() -> None:
+    form = detect_answer_format(TEMPLATES["gemma4"] + "<|channel>thought\\n<channel|>", ())
+    assert form.reasoning_tags == ("<|channel>thought", "<channel|>")
+    assert {"<|channel>", "<channel|>", "<|tool_call>"} < form.special_markers(tools=True)
+    parser = create_answer_parser(form, TOOLS)
+    assert parser is not None
+    answer = "<|channel>thought\nHm.\n<channel|>I look.<|tool_call>call:now{}<tool_call|>"
+    found = read(parser, cut_text(answer, range(1, len(answer))))
+    assert (found.thought, found.text, called(found)) == ("Hm.", "I look.", BOTH[1:])
 
 
 TEMPLATES = {
@@ -247,6 +305,8 @@ TEMPLATES = {
     "granite": "<|start_of_role|>respond with <|tool_call|> followed by a JSON list of tools",
     "phi4_mini": "<|system|>{{ '<|tool|>' + message.tools + '<|/tool|>' }}",
     "pythonic": "ipython [func_name1(params_name1=params_value1, ...)]",
+    "lfm2": "{{- '<|im_start|>system\\nList of tools: <|tool_list_start|>[' + tools }}",
+    "gemma4": "{{- '<|tool_call>call:' + function['name'] + '{' -}} {{- '}<tool_call|>' -}}",
 }
 
 
