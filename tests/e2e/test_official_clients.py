@@ -99,7 +99,7 @@ def test_the_owners_token(demo: Process, of_ollama: ollama.Client) -> None:
     run_file = read_run_file(found.home.run_file)
     assert run_file is not None
     headers = {"Authorization": f"Bearer {run_file.owner_token}"}
-    with httpx.Client(base_url=run_file.endpoint, headers=headers) as owner:
+    with httpx.Client(base_url=run_file.endpoint, headers=headers, timeout=60) as owner:
         shown = owner.get("/swarm").json()
         assert shown["owner"]["pc"] in [one["pc"] for one in shown["pcs"]]
         assert [one["name"] for one in shown["owner"]["models"]] == [NAME]

@@ -4,7 +4,7 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 
 from molink.facts.model import Quantize
-from molinkd.api.administration import LocalModel, ModelProgress
+from molinkd.api.administration import LocalModel, ModelProgress, PcSetting
 
 TOKEN = "owner-token-of-the-tests"
 HEADERS = {"Authorization": f"Bearer {TOKEN}"}
@@ -23,6 +23,10 @@ class FakeAdministration:
     done: list[tuple[object, ...]] = field(default_factory=list)
 
     local: tuple[LocalModel, ...] = ()
+    settings: tuple[PcSetting, ...] = (
+        PcSetting("pause_times", "Hold no layers at these times", ""),
+        PcSetting("keep_awake", "Prevent sleep", "true", ("true", "false"), "config.toml"),
+    )
     peer_id: str = f"{0:016x}"
     quantize: Quantize = "none"
 
@@ -46,6 +50,12 @@ class FakeAdministration:
 
     async def set_drained(self, drained: bool) -> None:
         self._record("drain", drained)
+
+    async def list_settings(self) -> Sequence[PcSetting]:
+        return self.settings
+
+    async def change_setting(self, name: str, value: str) -> None:
+        self._record("set", name, value)
 
     async def list_local_models(self) -> Sequence[LocalModel]:
         return self.local

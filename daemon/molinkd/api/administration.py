@@ -35,6 +35,19 @@ class LocalModel(msgspec.Struct, frozen=True):
     source: str = ""
 
 
+class PcSetting(msgspec.Struct, frozen=True):
+    """A setting of this PC for its next start; any text is valid without ``choices``.
+
+    ``source`` says what sets it, empty for its default.
+    """
+
+    name: str
+    about: str
+    value: str
+    choices: tuple[str, ...] = ()
+    source: str = ""
+
+
 class Administration(Protocol):
     """The owner's actions. All are called on the endpoint's event loop and may raise
     ``MolinkError``."""
@@ -73,6 +86,14 @@ class Administration(Protocol):
 
     async def set_drained(self, drained: bool) -> None:
         """Move this PC's layers away, or take some again."""
+        ...
+
+    async def list_settings(self) -> Sequence[PcSetting]:
+        """List the settings of this PC that may be changed here."""
+        ...
+
+    async def change_setting(self, name: str, value: str) -> None:
+        """Change a setting from the next start on; an empty value forgets the change."""
         ...
 
     async def list_local_models(self) -> Sequence[LocalModel]:

@@ -1,14 +1,29 @@
 """Streams events or lines to a client, with bounded memory."""
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
 
 from aiohttp import web
+
+from molinkd.api.connections import get_request_id
+from molinkd.api.problem import Problem, internal_problem, problem_of
+
+_LOG = logging.getLogger(__name__)
 
 #: Bytes buffered for the network before producers must wait.
 HIGH_WATER_BYTES = 64 * 1024
 
 _HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+
+
+def find_stream_problem(request: web.Request, error: Exception) -> Problem:
+    """Return the problem of an error after the first event; an unexpected one is logged."""
+    problem = problem_of(error)
+    if problem is not None:
+        return problem
+    _LOG.error("a stream (%s) failed", get_request_id(request), exc_info=error)
+    return internal_problem()
 
 
 class EventStream:

@@ -6,7 +6,6 @@ encoder of the answer (:class:`molinkd.api.openai.encoder.ResponseEncoder`).
 
 import asyncio
 import contextlib
-import logging
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
@@ -18,15 +17,13 @@ from molinkd.api.access_guard import client_id, client_name
 from molinkd.api.api_settings import ApiSettings
 from molinkd.api.backend import Backend, ServedModel
 from molinkd.api.cache_salts import CacheSalts
-from molinkd.api.connections import get_request_id
-from molinkd.api.event_stream import EventStream
+from molinkd.api.event_stream import EventStream, find_stream_problem
 from molinkd.api.generation_runner import Usage, generate_all
 from molinkd.api.metrics import RequestRecorder
 from molinkd.api.model_catalog import ModelCatalog
 from molinkd.api.openai.encoder import ResponseEncoder
 from molinkd.api.openai.schema import GenerationBody
 from molinkd.api.output_processor import TextPiece
-from molinkd.api.problem import internal_problem, problem_of
 from molinkd.api.prompt_worker_pool import PromptTokenizer
 from molinkd.api.protocol_conversion import rename_error_fields
 from molinkd.api.request_plan import RequestPlan, check_choice_count, make_plan, select_best
@@ -77,9 +74,6 @@ class RunningAnswers:
                 await asyncio.wait_for(self._all_ended.wait(), seconds)
         for scope in self._scopes:
             scope.reschedule(asyncio.get_running_loop().time())
-
-
-_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,11 +191,7 @@ class GenerationHandler:
             except Exception as error:
                 if not stream.has_started or isinstance(error, ConnectionError):
                     raise
-                problem = problem_of(error)
-                if problem is None:
-                    _LOG.error("a stream (%s) failed", get_request_id(request), exc_info=error)
-                    problem = internal_problem()
-                stream.push_event(encoder.encode_error(problem))
+                stream.push_event(encoder.encode_error(find_stream_problem(request, error)))
             return await stream.finish_stream()
         except BaseException:
             await stream.abort_stream()

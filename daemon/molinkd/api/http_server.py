@@ -65,11 +65,15 @@ class EndpointServer:
         backend: Backend,
         settings: ApiSettings,
         make_tokenizer: "Callable[[], PromptTokenizer]",
-        administration: Administration | None = None,
+        make_administration: Callable[[], Administration] | None = None,
     ) -> None:
-        """What ``make_tokenizer()`` returns is closed with the endpoint."""
+        """What ``make_tokenizer()`` returns is closed with the endpoint.
+
+        Both are called with the first connection. Without ``make_administration`` there are no
+        routes for the owner.
+        """
         self._make_tokenizer = make_tokenizer
-        self._administration = administration
+        self._make_administration = make_administration
         self._backend = backend
         self._settings = settings
         self._thread: threading.Thread | None = None
@@ -182,7 +186,9 @@ class EndpointServer:
         from molinkd.api.connections import Connections
 
         tokenizer = self._make_tokenizer()
-        app = create_app(self._backend, self._settings, tokenizer, self._administration)
+        make_owner = self._make_administration
+        owner = None if make_owner is None else make_owner()
+        app = create_app(self._backend, self._settings, tokenizer, owner)
         runner = web.AppRunner(
             app,
             handler_cancellation=True,

@@ -1,16 +1,12 @@
 """Streams JSON objects, one per line, that report the progress of an action."""
 
-import logging
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from aiohttp import web
 
-from molinkd.api.connections import get_request_id
-from molinkd.api.event_stream import EventStream
-from molinkd.api.problem import Envelope, Problem, internal_problem, problem_of
-
-_LOG = logging.getLogger(__name__)
+from molinkd.api.event_stream import EventStream, find_stream_problem
+from molinkd.api.problem import Envelope, Problem
 
 NDJSON = "application/x-ndjson"
 
@@ -37,11 +33,7 @@ async def stream_lines(
             except Exception as error:
                 if not stream.has_started or isinstance(error, ConnectionError):
                     raise
-                problem = problem_of(error)
-                if problem is None:
-                    _LOG.error("a stream (%s) failed", get_request_id(request), exc_info=error)
-                    problem = internal_problem()
-                stream.push_event(envelope(problem) + b"\n")
+                stream.push_event(envelope(find_stream_problem(request, error)) + b"\n")
         return await stream.finish_stream()
     except BaseException:
         await stream.abort_stream()

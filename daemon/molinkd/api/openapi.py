@@ -17,7 +17,7 @@ from molinkd.api.ollama.schema import (
     PullRequest,
 )
 from molinkd.api.openai.schema import ChatBody, CompletionBody
-from molinkd.api.owner_routes import DrainBody, ModelBody, PairingBody
+from molinkd.api.owner_routes import DrainBody, ModelBody, PairingBody, SettingBody
 from molinkd.api.pooling.schema import (
     EmbeddingBody,
     OllamaEmbedBody,
@@ -26,7 +26,7 @@ from molinkd.api.pooling.schema import (
 )
 from molinkd.api.responses.schema import ResponseRequest
 
-#: The body of each route that has one.
+#: The body of each ``POST`` route.
 REQUEST_BODIES: dict[str, type[msgspec.Struct]] = {
     "/v1/chat/completions": ChatBody,
     "/v1/completions": CompletionBody,
@@ -37,6 +37,7 @@ REQUEST_BODIES: dict[str, type[msgspec.Struct]] = {
     "/api/generate": GenerateRequest,
     "/api/show": ModelReference,
     "/api/pull": PullRequest,
+    "/swarm/settings": SettingBody,
     "/swarm/pairing": PairingBody,
     "/swarm/drain": DrainBody,
     "/swarm/serve": ModelBody,
@@ -88,7 +89,7 @@ def _encode_routes(routes: tuple[tuple[str, str, str], ...]) -> bytes:
                 "default": {"description": "An error in the format of the route's protocol."},
             },
         }
-        if path in REQUEST_BODIES:
+        if method == "post" and path in REQUEST_BODIES:
             content = {"application/json": {"schema": by_kind[REQUEST_BODIES[path]]}}
             operation["requestBody"] = {"required": True, "content": content}
         if "{name}" in path:

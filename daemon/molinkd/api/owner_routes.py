@@ -1,4 +1,4 @@
-"""The routes with which the chat page changes the swarm; all need the owner's token."""
+"""The routes with which the chat page changes the swarm and this PC; all need the owner's token."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -46,6 +46,13 @@ class ModelBody(msgspec.Struct, kw_only=True):
     model: _Name
 
 
+class SettingBody(msgspec.Struct, kw_only=True):
+    """``POST /swarm/settings``; an empty ``value`` forgets the change."""
+
+    name: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
+    value: Annotated[str, msgspec.Meta(max_length=1024)]
+
+
 class CatalogModel(msgspec.Struct, frozen=True):
     """A model of the catalog and how it fits the swarm; sizes in bytes, speed of one request.
 
@@ -76,7 +83,7 @@ class ModelsAnswer(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class OwnerRoutes:
-    """``/swarm/…``: pairing, draining and models."""
+    """``/swarm/…``: pairing, draining, models and settings."""
 
     backend: Backend
     administration: Administration
@@ -88,6 +95,8 @@ class OwnerRoutes:
         """All routes."""
         return [
             web.get("/swarm/models", self.list_models),
+            web.get("/swarm/settings", self.list_settings),
+            web.post("/swarm/settings", self.change_setting),
             web.post("/swarm/pairing", self.decide_pairing),
             web.post("/swarm/drain", self.drain_pc),
             web.post("/swarm/serve", self.serve_model),
@@ -102,6 +111,18 @@ class OwnerRoutes:
         capacity = read_capacity(status, self.administration.quantize)
         answer = await asyncio.to_thread(describe_models, local, capacity)
         return json_response(json.encode(answer))
+
+    async def list_settings(self, request: web.Request) -> web.Response:
+        """``GET /swarm/settings``: settings of this PC that are safe to change (for its owner)."""
+        require_owner(request)
+        return json_response(json.encode(await self.administration.list_settings()))
+
+    async def change_setting(self, request: web.Request) -> web.Response:
+        """``POST /swarm/settings``: change one from the next start on (for the owner)."""
+        require_owner(request)
+        body = await self.body_reader.decode_request(request, SettingBody)
+        await self.administration.change_setting(body.name, body.value)
+        return json_response(_DONE)
 
     async def decide_pairing(self, request: web.Request) -> web.Response:
         """``POST /swarm/pairing``: approve or refuse a PC (for the owner)."""

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
@@ -26,6 +26,7 @@ from molink.wire.messages.election import LeaderReply, LeaderRequest
 from molink.wire.sockets.key_pair import KeyPair
 from molink.wire.sockets.server import Server
 from molink.wire.sockets.zap import ZapAuthenticator
+from molinkd.api.administration import Administration
 from molinkd.peer.agent.device_daemons import DeviceDaemons, primary_device_settings
 from molinkd.peer.agent.device_probe import MeasuredDevice, measure_device
 from molinkd.peer.agent.draft_model import DraftModelFolder
@@ -41,7 +42,6 @@ from molinkd.peer.chosen_ports import check_chosen_ports
 from molinkd.peer.control_service import ControlService, LeaderQueries, UserCommands
 from molinkd.peer.election.leadership import Leadership, ReplicaFile
 from molinkd.peer.frontend.api_endpoint import ApiEndpoint
-from molinkd.peer.frontend.local_administration import LocalAdministration
 from molinkd.peer.home import Home, HomeLock, RunFile
 from molinkd.peer.launch import (
     Announce,
@@ -423,10 +423,8 @@ class Daemon:
         stack.push_async_callback(lambda: asyncio.gather(node.send_goodbye(), devices.close()))
         api_key = owner_token = ""
         if not self._launch.pc:
-            administration = LocalAdministration(
-                self._home, resources.me, self._settings.quantize, self._commands
-            )
-            endpoint = ApiEndpoint(self._settings, node.backend, administration)
+            make = self._make_administration_factory(resources.me)
+            endpoint = ApiEndpoint(self._settings, node.backend, make)
             await endpoint.start()
             stack.push_async_callback(endpoint.close)  # answers finish before the goodbye
             url, api_key, owner_token = endpoint.url, endpoint.api_key, endpoint.owner_token
@@ -452,6 +450,18 @@ class Daemon:
             )
         )
         return node
+
+    def _make_administration_factory(self, peer_id: str) -> Callable[[], Administration]:
+        loop = asyncio.get_running_loop()
+
+        def make() -> Administration:
+            # It needs the catalog and the hub's library, which few daemons ever use.
+            from molinkd.peer.frontend.local_administration import LocalAdministration
+
+            quantize = self._settings.quantize
+            return LocalAdministration(self._home, peer_id, quantize, self._commands, loop)
+
+        return make
 
     # --- requests of other peers ---
 

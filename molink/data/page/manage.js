@@ -5,6 +5,7 @@ import { call } from "./endpoint.js";
 import { duration, layersOf } from "./ring.js";
 import { bitRate, bytes } from "./units.js";
 import { Jobs, ModelShelf } from "./models.js";
+import { PcSettings } from "./pc_settings.js";
 import { stateOf } from "./swarm.js";
 
 const NOT_OWNER = "To approve PCs or change models here, run `molink page` on this PC and open the address that it prints.";
@@ -16,6 +17,7 @@ export class Manage {
     this.cards = new Map();
     this.asking = new Map();
     this.jobs = new Jobs(byId("jobs"), changed);
+    this.settings = new PcSettings();
     this.shelf = new ModelShelf((model, kind) => this.start(model, kind));
     this.owner = null;
     this.served = [];
@@ -39,7 +41,9 @@ export class Manage {
     this.#showPcs(summary);
     this.#showWaiting(summary.owner?.pairings ?? []);
     this.#showServed(summary);
+    this.jobs.settle(summary.rings.filter((ring) => ring.ready).map((ring) => ring.model));
     this.shelf.update(summary);
+    this.settings.update(Boolean(summary.owner));
     this.#showEvents(summary.owner?.events ?? []);
   }
 

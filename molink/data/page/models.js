@@ -127,8 +127,14 @@ export class Jobs {
     }
   }
 
+  // Close those whose models are ready.
+  settle(ready) {
+    for (const [name, job] of this.jobs) if (!job.running && ready.includes(job.served)) this.#remove(name);
+  }
+
   // A line of either route.
   #progress(job, model, line) {
+    job.served = line.name || job.served;
     const done = line.done ?? line.completed ?? 0, total = line.total ?? 0;
     const word = STATES[line.state] ?? "Fetching";
     if (total) job.bar.value = done / total;

@@ -93,7 +93,7 @@ def page(
 
     def open_page(served: FakeBackend = backend, at: str = "", **settings: Any) -> Browser:
         made = ApiSettings(owner_token=TOKEN, **settings)
-        server = EndpointServer(served, made, InlineReader, administration)
+        server = EndpointServer(served, made, InlineReader, lambda: administration)
         server.start(0)
         servers.append(server)
         window.open(server.url.removesuffix("/v1") + "/" + at)

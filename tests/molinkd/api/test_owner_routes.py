@@ -18,6 +18,7 @@ ACTIONS: list[tuple[str, dict[str, Any], tuple[object, ...]]] = [
     ("pairing", {"code": "4827-1931", "approve": True}, ("approve", "4827-1931")),
     ("pairing", {"code": "4827-1931", "approve": False}, ("refuse", "4827-1931")),
     ("drain", {"drained": True}, ("drain", True)),
+    ("settings", {"name": "keep_awake", "value": "false"}, ("set", "keep_awake", "false")),
     ("serve", {"model": "qwen3:8b"}, ("serve", "qwen3:8b")),
     ("stop", {"model": "tiny"}, ("stop", "tiny")),
 ]
@@ -97,9 +98,11 @@ async def test_models_of_the_pc_and_of_the_catalog(backend: FakeBackend, serve: 
         "peers": [{"id": "a", "name": "desk", "state": "online", "stage": "auto", "capacity": card}]
     }
     administration = FakeAdministration(local=(LocalModel("mine", 5, source="/m"),))
-    settings = ApiSettings(owner_token=TOKEN)
-    async with serve(backend, settings, administration) as client:
+    async with serve(backend, ApiSettings(owner_token=TOKEN), administration) as client:
         assert (await client.get("/swarm/models")).status == 403
+        assert (await client.get("/swarm/settings")).status == 403
+        settings = await (await client.get("/swarm/settings", headers=HEADERS)).json()
+        assert [one["name"] for one in settings] == ["pause_times", "keep_awake"]
         shown = await (await client.get("/swarm/models", headers=HEADERS)).json()
     assert shown["local"] == [{"name": "mine", "size": 5, "partial": False, "source": "/m"}]
     by_name = {one["name"]: one for one in shown["catalog"]}

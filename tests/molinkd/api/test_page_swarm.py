@@ -68,9 +68,16 @@ def test_the_owner_manages_the_swarm(
     browser.click("#confirm-yes")
     assert done(browser, administration, 5) == ("serve", "/models/mine")
     assert "The swarm loads /models/mine" in browser.text("#jobs")
+    ring = swarm.swarm["pipelines"][0]  # type: ignore[index]
+    ring["model"] = "/models/mine"
+    browser.until("document.querySelector('#jobs').textContent === ''")
+    ring["model"] = "tiny"
+    browser.until("document.querySelector('#served-list').textContent.includes('ready')")
     browser.type("#model-search", "owner/name")
     browser.click("[aria-label='Download owner/name to this PC']")
     assert done(browser, administration, 6) == ("pull", "owner/name")
+    browser.type("#setting-list input", "18:00-23:30\ue004")  # the field is left by Tab
+    assert done(browser, administration, 7) == ("set", "pause_times", "18:00-23:30")
     administration.error = Unavailable("the hub is gone")
     browser.click("[aria-label='Serve owner/name']")
     browser.click("#confirm-yes")

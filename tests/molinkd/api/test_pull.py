@@ -18,7 +18,7 @@ from tests.support.inline_reader import InlineReader
 @pytest.fixture
 def url(backend: FakeBackend, administration: FakeAdministration) -> Iterator[str]:
     settings = ApiSettings(owner_token=TOKEN)
-    server = EndpointServer(backend, settings, InlineReader, administration)
+    server = EndpointServer(backend, settings, InlineReader, lambda: administration)
     server.start(0)
     yield server.url.removesuffix("/v1")
     server.stop()

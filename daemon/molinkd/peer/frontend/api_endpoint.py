@@ -3,6 +3,7 @@
 import asyncio
 import secrets
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -43,16 +44,23 @@ class ApiEndpoint:
     """Starts and stops the API without blocking the daemon's event loop."""
 
     def __init__(
-        self, settings: Settings, backend: Backend, administration: Administration
+        self,
+        settings: Settings,
+        backend: Backend,
+        make_administration: Callable[[], Administration],
     ) -> None:
-        """Raises :class:`UsageError` if the settings are insecure."""
+        """``make_administration()`` is called with the first connection, in the API's thread.
+
+        Raises:
+            UsageError: The settings are insecure.
+        """
         #: What only this PC's owner knows, until the next start.
         self.owner_token = secrets.token_urlsafe(32)
         api = replace(api_settings(settings), owner_token=self.owner_token)
         #: The first of its API keys; empty if it needs none.
         self.api_key = next((key for _, key in api.keys), "")
         self._ports = settings.ports_to_try("api_port")
-        self._server = EndpointServer(backend, api, _create_prompt_workers, administration)
+        self._server = EndpointServer(backend, api, _create_prompt_workers, make_administration)
 
     async def start(self) -> None:
         """Listen on the configured port, or on the next free one if it is the default.

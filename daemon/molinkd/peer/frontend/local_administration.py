@@ -19,13 +19,14 @@ from molink.sim.swarm_capacity import explain_misfit, read_capacity
 from molink.swarm.controller.status_schema import SwarmStatus, decode_status
 from molink.wire.messages.admin import PairingDecisionReply, PairingDecisionRequest, SwitchModel
 from molink.wire.messages.control_plane import ControlMessage
-from molinkd.api.administration import LocalModel, ModelProgress
+from molinkd.api.administration import LocalModel, ModelProgress, PcSetting
 from molinkd.peer.artifacts.hashing import run_in_thread
 from molinkd.peer.artifacts.installed_models import list_installed_models
 from molinkd.peer.artifacts.pulling import fetch_whole_model
 from molinkd.peer.artifacts.transfers import POLL_INTERVAL_S, Progress
 from molinkd.peer.control_service import UserCommands
 from molinkd.peer.frontend.loop_calls import call_on_loop
+from molinkd.peer.frontend.safe_settings import change_safe_setting, list_safe_settings
 from molinkd.peer.home import Home
 from molinkd.tasks import cancel_tasks
 
@@ -49,12 +50,17 @@ class LocalAdministration:
     """Implements :class:`molinkd.api.administration.Administration`."""
 
     def __init__(
-        self, home: Home, peer_id: str, quantize: Quantize, commands: UserCommands
+        self,
+        home: Home,
+        peer_id: str,
+        quantize: Quantize,
+        commands: UserCommands,
+        loop: asyncio.AbstractEventLoop,
     ) -> None:
-        """``commands`` belong to the running event loop, all methods to the API's."""
+        """``commands`` belong to ``loop``, all methods to the API's."""
         self._home, self._commands = home, commands
         self.peer_id, self.quantize = peer_id, quantize
-        self._loop = asyncio.get_running_loop()
+        self._loop = loop
         self._pulls: dict[str, _Pull] = {}
 
     async def pull_model(self, model: str) -> AsyncGenerator[ModelProgress, None]:
@@ -117,6 +123,14 @@ class LocalAdministration:
             self._commands.set_drained(drained, "")
 
         await self._call(drain)
+
+    async def list_settings(self) -> list[PcSetting]:
+        """The settings of this PC that may be changed here."""
+        return await asyncio.to_thread(list_safe_settings, self._home)
+
+    async def change_setting(self, name: str, value: str) -> None:
+        """Change a setting from the next start on; an empty value forgets the change."""
+        await asyncio.to_thread(change_safe_setting, self._home, name, value)
 
     async def list_local_models(self) -> list[LocalModel]:
         """The models on this PC's disk, each once."""

@@ -13,7 +13,6 @@ from molink.swarm.artifacts.sources import ModelSources
 from molink.wire.messages.instructions import Route
 from molinkd.api.backend import ServedModel
 from molinkd.peer.artifacts.model_store import ModelStore
-from molinkd.peer.artifacts.model_summary import describe_model
 from molinkd.peer.artifacts.stored_model import read_stored_manifest
 from molinkd.tasks import cancel_tasks
 
@@ -113,6 +112,9 @@ class ServedModels:
         config = await asyncio.to_thread(ModelConfig.load_folder, folder)
         context = self._max_model_len(route.model) or config.max_model_len
         size = await asyncio.to_thread(_weight_bytes, folder, route.root)
+        # Readers of GGUF files and templates, which a PC that joins does not need yet.
+        from molinkd.peer.artifacts.model_summary import describe_model
+
         about = await asyncio.to_thread(describe_model, [folder])
         return ServedModel(
             route.model,

@@ -24,6 +24,7 @@ from molinkd.peer.control_service import UserCommands
 from molinkd.peer.frontend import local_administration
 from molinkd.peer.frontend.local_administration import MAX_PULLS, LocalAdministration
 from molinkd.peer.home import Home
+from molinkd.peer.settings import read_options, write_options
 from tests.support.fake_hub import REPOSITORY, FakeHub, in_place
 from tests.support.models import MakeModel
 
@@ -76,7 +77,8 @@ def swarm() -> Swarm:
 
 @pytest.fixture
 async def owner(tmp_path: Path, swarm: Swarm) -> LocalAdministration:
-    return LocalAdministration(Home(tmp_path / "home"), "me", "none", swarm.commands)
+    loop = asyncio.get_running_loop()
+    return LocalAdministration(Home(tmp_path / "home"), "me", "none", swarm.commands, loop)
 
 
 async def test_clients_share_a_download(owner: LocalAdministration, served: FakeHub) -> None:
@@ -159,3 +161,33 @@ async def test_other_actions(owner: LocalAdministration, swarm: Swarm) -> None:
     assert swarm.asked == [asked, SwitchModel(ref=0, model="m"), (True, "")]
     names = [one.name for one in await owner.list_local_models()]
     assert "molink-demo" in names
+
+
+async def test_settings_are_saved_for_the_next_start(
+    owner: LocalAdministration, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("platformdirs.user_config_path", lambda *_: tmp_path / "config")
+    home = Home(tmp_path / "home").create_folders()
+    write_options(home.options, {"stage": "none"})
+    await owner.change_setting("pause_times", "18:00-23:30, 12:00-13:00")
+    await owner.change_setting("keep_awake", "false")
+    assert read_options(home.options) == {
+        "stage": "none",
+        "pause_times": ["18:00-23:30", "12:00-13:00"],
+        "keep_awake": False,
+    }
+    found = {one.name: one for one in await owner.list_settings()}
+    assert found["pause_times"].value == "18:00-23:30, 12:00-13:00"
+    assert found["keep_awake"].source == "the options of the last start"
+    assert (found["standby_worker"].value, found["standby_worker"].source) == ("true", "")
+    await owner.change_setting("pause_times", "")
+    for name, value in (
+        ("pause_times", "noon"),
+        ("pause_when_busy", "perhaps"),
+        ("api_host", "0.0.0.0"),
+        ("api_key", "x"),
+        ("draft_model", "/x"),
+    ):
+        with pytest.raises(RequestError):
+            await owner.change_setting(name, value)
+    assert read_options(home.options) == {"stage": "none", "keep_awake": False}
