@@ -1,6 +1,6 @@
 """Parses ``config.json``, as far as the decoder needs it."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from dataclasses import fields as dataclass_fields
 from pathlib import Path
@@ -75,6 +75,14 @@ class ModelConfig(FamilyTraits):
     def is_text_only(self) -> bool:
         """Whether it is a multimodal model of which only the text model is served."""
         return self.is_multimodal and self.vision is None
+
+    def drop_absent_mtp(self, names: Iterable[str]) -> "ModelConfig":
+        """The config of a checkpoint with tensors ``names``: many leave out what foretells tokens.
+
+        Their configs mention it nevertheless.
+        """
+        absent = self.mtp is not None and not self.mtp.is_stored(names)
+        return replace(self, mtp=None) if absent else self
 
     @classmethod
     def load_folder(cls, folder: Path, fallback_dtype: WeightDType = "f32") -> "ModelConfig":

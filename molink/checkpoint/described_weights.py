@@ -22,6 +22,7 @@ from molink.checkpoint.tensor_layout import (
     first_stage_tensors,
     last_stage_tensors,
     layer_tensors,
+    mtp_layers,
 )
 from molink.gguf.ggml_types import PACKED_TYPES, GgmlType, packed_name, packed_shape
 
@@ -92,6 +93,8 @@ def describe_weights(config: ModelConfig, storage: str) -> DescribedWeights:
         )
         kinds.setdefault(kind, []).append(layer)
     ends = first_stage_tensors(config) | last_stage_tensors(config)
+    for layer in mtp_layers(config):
+        ends |= layer_tensors(config, layer)
     tensors = _stored_tensors(ends, config, storage, more_bits=False)
     nbytes = sum(tensor.nbytes for tensor in tensors.values())
     parameters = _count_elements(ends)

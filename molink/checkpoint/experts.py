@@ -293,7 +293,10 @@ def deepseek_experts(fields: ConfigFields, layers: int) -> ExpertsConfig:
         top_groups=fields.get_integer("topk_group", 1),
         min_sum=1e-20,
         scale=fields.get_positive("routed_scaling_factor", 1.0),
-        dense_layers=frozenset(range(min(layers, fields.get_count("first_k_dense_replace", 0)))),
+        # The layer behind the last one, of a module for MTP, counts as well.
+        dense_layers=frozenset(
+            range(min(layers + 1, fields.get_count("first_k_dense_replace", 0)))
+        ),
         shared_intermediate_size=inner * shared,
     )
     return _check_experts(experts, layers, fields.where)

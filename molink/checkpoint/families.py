@@ -19,6 +19,7 @@ Supported ``architectures``:
 - ``PhimoeForCausalLM`` (Phi-3.5-MoE): LayerNorm, biases of logits, experts chosen one by one
 - ``Ministral3ForCausalLM``, ``Mistral4ForCausalLM``: queries that grow with their position; the
   latter with latent attention
+- ``MiMoForCausalLM``: Qwen2 with a layer that foretells tokens
 - ``Qwen2ForCausalLM`` (also 2.5), ``Qwen3ForCausalLM``: windows in some layers
 - ``Phi3ForCausalLM``: Phi-3, Phi-3.5, Phi-4 and Phi-4-mini; merged projections, LongRoPE
 - ``Llama4ForCausalLM``: attention in chunks where there is RoPE, experts whose input is scaled
@@ -67,6 +68,7 @@ Family = Literal[
     "olmo2",
     "olmo3",
     "exaone4",
+    "mimo",
     "qwen2",
     "qwen3",
     "phi3",
@@ -122,6 +124,7 @@ ARCHITECTURES: dict[str, Family] = {
     "Olmo3ForCausalLM": "olmo3",
     "Exaone4ForCausalLM": "exaone4",
     "MistralForCausalLM": "mistral",
+    "MiMoForCausalLM": "mimo",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
     "Phi3ForCausalLM": "phi3",
@@ -344,6 +347,7 @@ _FAMILIES: dict[Family, Callable[[ConfigFields, int], FamilyTraits]] = {
     "olmo3": family_traits.olmo3,
     "exaone4": family_traits.exaone4,
     "mistral": family_traits.mistral,
+    "mimo": family_traits.mimo,
     "qwen2": family_traits.qwen2,
     "qwen3": family_traits.qwen3,
     "phi3": family_traits.phi3,

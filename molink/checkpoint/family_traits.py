@@ -25,6 +25,7 @@ from molink.checkpoint.rope import (
 )
 from molink.checkpoint.trait_fields import (
     base_traits,
+    count_draft_layers,
     parse_activation,
     parse_softcap,
     parse_typed_windows,
@@ -34,7 +35,13 @@ from molink.checkpoint.trait_fields import (
     refuse_other,
     refuse_windows,
 )
-from molink.checkpoint.traits import FamilyTraits, LayerNorms, MlpNames, OutputFactors
+from molink.checkpoint.traits import (
+    FamilyTraits,
+    LayerNorms,
+    MlpNames,
+    MtpShape,
+    OutputFactors,
+)
 from molink.errors import BrokenModel, UnsupportedModel
 
 _SANDWICH_NORMS = LayerNorms(
@@ -249,6 +256,20 @@ def qwen2(fields: ConfigFields, layers: int) -> FamilyTraits:
     """Qwen2 and 2.5: biases, windows in upper layers."""
     windows = parse_upper_windows(fields, layers)
     return replace(base_traits(fields, layers), windows=windows, attention_bias=True)
+
+
+def mimo(fields: ConfigFields, layers: int) -> FamilyTraits:
+    """MiMo: Qwen2 with layers of other names that foretell tokens."""
+    mtp = MtpShape(
+        prefix="model.mtp_layers.0.",
+        token_norm="token_layernorm",
+        row_norm="hidden_layernorm",
+        projection="input_proj",
+        output_norm="final_layernorm",
+        row_first=True,
+    )
+    count = count_draft_layers(fields)
+    return replace(qwen2(fields, layers), draft_layers=count, mtp=mtp if count else None)
 
 
 def qwen3(fields: ConfigFields, layers: int) -> FamilyTraits:

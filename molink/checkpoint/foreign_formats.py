@@ -15,6 +15,7 @@ from molink.checkpoint.quantized_size import is_quantizable
 from molink.checkpoint.safetensors_header import TensorSpan
 from molink.checkpoint.stacked_experts import find_stack
 from molink.checkpoint.tensor_layout import OUTPUT_HEAD_NAME, TensorShapes, stage_tensors
+from molink.checkpoint.traits import MtpShape
 from molink.errors import BrokenModel, ModelError, UnsupportedModel
 from molink.gguf.ggml_types import packed_names
 
@@ -205,15 +206,15 @@ _QWEN_DRAFTS = "mtp."
 
 
 def _unread_prefixes(config: ModelConfig, tensors: Mapping[str, TensorSpan]) -> tuple[str, ...]:
-    """Prefixes of layers for multi-token prediction, which project embedding and row to a row."""
-    if not config.unread_layers:
+    """Prefixes of modules for multi-token prediction, all of whose tensors are accepted."""
+    if not config.draft_layers:
         return (_QWEN_DRAFTS,)
-    layers = range(config.layers, config.layers + config.unread_layers)
-    behind = {f"model.layers.{layer}.": f"model.layers.{layer}.eh_proj." for layer in layers}
+    mtp = config.mtp or MtpShape(prefix=f"model.layers.{config.layers}.")
+    # Also copies of the embedding and the output head.
     found = (
-        prefix
-        for prefix, projection in behind.items()
-        if any(name.startswith(projection) for name in tensors)
+        mtp.module_prefix(index)
+        for index in range(config.draft_layers)
+        if mtp.is_stored(tensors, index)
     )
     return (_QWEN_DRAFTS, *_DRAFT_PREFIXES, *found)
 

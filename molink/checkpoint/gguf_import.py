@@ -69,7 +69,7 @@ def read_gguf_model(path: Path) -> tuple[ModelConfig, dict[str, MappedTensor]]:
     file = read_split_gguf(path)
     config = build_config(file, lambda tensor: _read_numbers(file, tensor), ())
     entries = {entry.name: entry for entry in _check_tensors(file, config)}
-    return ModelConfig.parse_config(config, str(path)), entries
+    return ModelConfig.parse_config(config, str(path)).drop_absent_mtp(entries), entries
 
 
 def import_gguf(path: Path, into: Path, counter: ByteCounter, stop: threading.Event) -> Path:
@@ -138,8 +138,8 @@ def _map_file(path: Path) -> Iterator[mmap.mmap]:
 
 def _check_tensors(file: GgufFile, config: dict[str, Any]) -> list[MappedTensor]:
     """Return the model's tensors; checks that none is missing and all fit the metadata."""
-    parsed = ModelConfig.parse_config(config, str(file.path))
     found = {entry.name: entry for entry in map_tensors(file, config)}
+    parsed = ModelConfig.parse_config(config, str(file.path)).drop_absent_mtp(found)
     shapes = stage_tensors(parsed, 0, parsed.layers)
     wanted = required_tensors(shapes, "none", found)
     for name, stored in wanted.items():

@@ -49,6 +49,7 @@ from molink.checkpoint.rope import (
 )
 from molink.checkpoint.trait_fields import (
     MAX_HEADS,
+    add_mtp,
     base_traits,
     count_draft_layers,
     parse_activation,
@@ -245,13 +246,13 @@ def gpt_oss(fields: ConfigFields, layers: int) -> FamilyTraits:
 def glm4_moe(fields: ConfigFields, layers: int) -> FamilyTraits:
     """GLM-4.5 to 4.7: half of each head rotated, experts as in DeepSeek-V3."""
     refuse_windows(fields)
-    return replace(
+    made = replace(
         base_traits(fields, layers, rope=parse_rope(fields, RopeDefaults(allows_partial=True))),
         attention_bias=fields.get_boolean("attention_bias", False),
         qk_norm="each head" if fields.get_boolean("use_qk_norm", False) else "none",
         experts=deepseek_experts(fields, layers),
-        unread_layers=count_draft_layers(fields),
     )
+    return add_mtp(made, fields)
 
 
 def dots1(fields: ConfigFields, layers: int) -> FamilyTraits:
@@ -293,7 +294,7 @@ def ernie4_5_moe(fields: ConfigFields, layers: int) -> FamilyTraits:
     return replace(
         ernie_traits(fields, layers),
         experts=ernie_experts(fields, layers),
-        unread_layers=count_draft_layers(fields),
+        draft_layers=count_draft_layers(fields),
     )
 
 
@@ -314,12 +315,14 @@ def deepseek_v3(fields: ConfigFields, layers: int, index: IndexShape | None = No
     """DeepSeek V3, R1, V3.1 and Kimi K2: latent attention."""
     refuse_other(fields, "scoring_func", "sigmoid")
     refuse_other(fields, "topk_method", "noaux_tc")
-    return replace(
+    made = replace(
         _latent_traits(fields, layers, index=index),
         interleaved_rope=fields.get_boolean("rope_interleave", True),
         experts=deepseek_experts(fields, layers),
-        unread_layers=count_draft_layers(fields),
+        draft_layers=count_draft_layers(fields),
     )
+    # Layers that attend to chosen positions foretell no tokens yet.
+    return add_mtp(made, fields) if index is None else made
 
 
 def deepseek_v32(fields: ConfigFields, layers: int) -> FamilyTraits:

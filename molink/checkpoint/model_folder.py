@@ -116,7 +116,7 @@ class ModelFolder:
     ) -> "tuple[ModelFolder, TensorShapes]":
         """Return also the shapes of the required tensors."""
         refuse_foreign_tensors(path, tensors)
-        config = ModelConfig.load_folder(path, _find_dtype(tensors))
+        config = ModelConfig.load_folder(path, _find_dtype(tensors)).drop_absent_mtp(tensors)
         tensors = _drop_unread(tensors, config)
         first, last = (0, config.layers) if layers is None else layers
         if not 0 <= first < last <= config.layers:
@@ -125,6 +125,8 @@ class ModelFolder:
         shapes = stage_tensors(config, first, last)
         wanted = required_tensors(shapes, config.quantized, tensors, config.low_bit)
         _check_tensors(path, tensors, wanted)
+        if layers is None:
+            _check_mtp_modules(path, config, tensors)
         refuse_unknown_tensors(path, config, tensors)
         return cls(path, config, tensors), shapes
 
@@ -220,6 +222,18 @@ def _check_tensors(
                 f"{path / span.file}: tensor {name} is {span.dtype}; supported here: "
                 f"{', '.join(stored.dtypes)}"
             )
+
+
+def _check_mtp_modules(path: Path, config: ModelConfig, tensors: Iterable[str]) -> None:
+    """Check that a whole model has as many modules that foretell tokens as its config says."""
+    if config.mtp is None:
+        return
+    stored = sum(config.mtp.is_stored(tensors, index) for index in range(config.draft_layers))
+    if stored < config.draft_layers:
+        raise BrokenModel(
+            f"{path / 'config.json'}: num_nextn_predict_layers is {config.draft_layers}, but the "
+            f"safetensors files have {stored} such layers"
+        )
 
 
 def _missing_tensors(path: Path, names: Iterable[str]) -> BrokenModel:

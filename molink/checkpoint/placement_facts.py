@@ -17,6 +17,7 @@ from molink.checkpoint.tensor_layout import (
     first_stage_tensors,
     last_stage_tensors,
     layer_tensors,
+    mtp_layers,
     vision_tensors,
 )
 from molink.facts.dtypes import DTYPE_SIZES, KV_SCALE_BYTES, OUTPUT_MULTIPLE, narrow_dtype
@@ -61,6 +62,7 @@ def model_facts(
         mlp_layers=tuple(sorted(config.mlp_layers or ())),
         parallel_states=config.parallel_states,
         state_bytes=config.state_elements * DTYPE_SIZES["f32"],
+        mtp_layers=len(mtp_layers(config)),
         max_model_len=config.max_model_len,
         element_bytes=size,
         projection_bytes=max(_count_elements(shapes) for shapes in projections) * size,
@@ -94,7 +96,10 @@ def _narrow_weights(
     head: TensorShapes = {
         name: shape
         for name, shape in last_stage_tensors(config).items()
-        if len(shape) == 2 and narrow_dtype({_stored_dtype(name, config, tensors)}) == dtype
+        # An embedding that is no output head is not multiplied by.
+        if len(shape) == 2
+        and (config.tied_embeddings or name != EMBEDDING_NAME)
+        and narrow_dtype({_stored_dtype(name, config, tensors)}) == dtype
     }
 
     def nbytes(shapes: TensorShapes) -> int:

@@ -33,6 +33,8 @@ RATE_SUFFIXES = (
 HEAD_NORM_SUFFIXES = (".q_norm.weight", ".k_norm.weight")
 #: Latent attention (DeepSeek-V3) multiplies by parts of these weights, transposed.
 WIDE_SUFFIXES = (".kv_b_proj.weight", ".k_b_proj.weight", ".v_b_proj.weight")
+#: What the names of layers' tensors begin with; MiMo names its module for MTP otherwise.
+LAYER_PREFIXES = ("model.layers.", "model.mtp_layers.")
 _SCALE_BYTES = 4
 
 
@@ -51,7 +53,7 @@ def quantized_bytes(shape: Sequence[int], mode: Quantize, element_bytes: int) ->
 
 def is_quantizable(name: str, shape: Sequence[int]) -> bool:
     """Whether a tensor is a projection weight that a stage may quantize."""
-    inner = name.startswith("model.layers.") and name.endswith(".weight")
+    inner = name.startswith(LAYER_PREFIXES) and name.endswith(".weight")
     kept = (*ROUTER_SUFFIXES, *RATE_SUFFIXES, *WIDE_SUFFIXES, *HEAD_NORM_SUFFIXES)
     return inner and len(shape) == 2 and not name.endswith(kept)
 

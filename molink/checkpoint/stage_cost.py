@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from molink.checkpoint.config import ModelConfig
-from molink.checkpoint.tensor_layout import layer_tensors
+from molink.checkpoint.tensor_layout import layer_tensors, mtp_layers
 from molink.facts.dtypes import DTYPE_SIZES, KV_SCALE_BYTES
 from molink.facts.model import KVCacheDType, LayerRange
 
@@ -28,7 +28,7 @@ class StageCost:
         table, element = self._table_elements * DTYPE_SIZES[self.dtype], DTYPE_SIZES[self.dtype]
         ends = int(self._has_embedding) + int(self._has_output_head)
         held = min(ends, 1) if self.config.tied_embeddings else ends
-        elements = [self._matrix_elements(layer) for layer in range(*self.layers)]
+        elements = [self._matrix_elements(layer) for layer in self._all_layers]
         share = sum(active for _, active in elements) / max(1, sum(every for every, _ in elements))
         weights = max(0, self.weight_bytes - held * table) * share + table * self._has_output_head
         # Read and written.
@@ -49,7 +49,7 @@ class StageCost:
 
     def prefill_flops(self, rows: int) -> int:
         """Operations of a prompt's first chunk of ``rows`` rows; only its last row is sampled."""
-        products = rows * sum(self._matrix_elements(layer)[1] for layer in range(*self.layers))
+        products = rows * sum(self._matrix_elements(layer)[1] for layer in self._all_layers)
         products += self._table_elements * self._has_output_head
         for row in range(1, rows + 1):
             for layer, positions in self._attended_positions(row).items():
@@ -72,13 +72,21 @@ class StageCost:
         """Elements of the embedding, and of the output head."""
         return self.config.vocab_size * self.config.hidden_size
 
+    @property
+    def _all_layers(self) -> tuple[int, ...]:
+        """Its layers, and at the last stage that which foretells tokens."""
+        behind = mtp_layers(self.config) if self._has_output_head else ()
+        return (*range(*self.layers), *behind)
+
     def _attended_positions(self, context: int) -> dict[int, int]:
         """Positions that a row attends to, by layer."""
-        windows = self.config.windows
-        return {
-            layer: min(context, windows[layer]) if windows[layer] else context
-            for layer in range(*self.layers)
+        windows = {
+            layer: self.config.layer_window(layer)
+            for layer in self._all_layers
             if self.config.has_attention(layer)
+        }
+        return {
+            layer: min(context, window) if window else context for layer, window in windows.items()
         }
 
     @property

@@ -4,7 +4,7 @@ from molink.checkpoint.adapters import adapter_tensor_names
 from molink.checkpoint.config import ModelConfig
 from molink.checkpoint.experts import ExpertsConfig
 from molink.checkpoint.recurrent import RecurrentShape
-from molink.checkpoint.traits import LatentShape
+from molink.checkpoint.traits import LatentShape, MtpShape
 from molink.errors import BrokenModel
 
 EMBEDDING_NAME = "model.embed_tokens.weight"
@@ -44,7 +44,7 @@ def layer_tensors(config: ModelConfig, layer: int) -> TensorShapes:
     Raises:
         BrokenModel: an adapter changes something else than :func:`adaptable_projections`.
     """
-    prefix = f"model.layers.{layer}."
+    prefix = config.layer_prefix(layer)
     shapes = {f"{prefix}{name}": shape for name, shape in _small_tensors(config, layer).items()}
     experts = config.layer_experts(layer)
     if experts is not None and experts.is_corrected:
@@ -272,13 +272,30 @@ def vision_tensors(config: ModelConfig) -> TensorShapes:
 
 
 def last_stage_tensors(config: ModelConfig) -> TensorShapes:
-    """Tensors that the last stage needs besides its layers; the embedding again if tied."""
+    """Tensors that the last stage needs besides layers; the embedding again if tied or for MTP."""
     norm = _norm_tensors(config, FINAL_NORM_NAME)
     if not config.has_output_head:
         return norm
     head = EMBEDDING_NAME if config.tied_embeddings else OUTPUT_HEAD_NAME
     bias: TensorShapes = {OUTPUT_BIAS_NAME: (config.vocab_size,)} if config.head_bias else {}
-    return norm | {head: (config.vocab_size, config.hidden_size)} | bias
+    found = norm | {head: (config.vocab_size, config.hidden_size)} | bias
+    return found if config.mtp is None else found | _mtp_tensors(config, config.mtp)
+
+
+def _mtp_tensors(config: ModelConfig, mtp: MtpShape) -> TensorShapes:
+    """Tensors of a module for multi-token prediction besides those of its layer.
+
+    Copies of the embedding and the output head, which some checkpoints have, are not read.
+    """
+    shapes: TensorShapes = first_stage_tensors(config)
+    for name in mtp.norm_names:
+        shapes |= _norm_tensors(config, name)
+    return shapes | {f"{mtp.projection_name}.weight": (config.hidden_size, 2 * config.hidden_size)}
+
+
+def mtp_layers(config: ModelConfig) -> range:
+    """The index of the layer in the module for multi-token prediction, if there is one."""
+    return range(config.layers, config.layers + (config.mtp is not None))
 
 
 def stage_tensors(config: ModelConfig, first: int, last: int) -> TensorShapes:
@@ -286,7 +303,8 @@ def stage_tensors(config: ModelConfig, first: int, last: int) -> TensorShapes:
     shapes: TensorShapes = {}
     if first == 0:
         shapes |= first_stage_tensors(config) | vision_tensors(config)
-    for layer in range(first, last):
+    layers = [*range(first, last), *(mtp_layers(config) if last == config.layers else ())]
+    for layer in layers:
         shapes |= layer_tensors(config, layer)
     if last == config.layers:
         shapes |= last_stage_tensors(config)

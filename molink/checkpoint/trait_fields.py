@@ -6,9 +6,11 @@ implemented, and ``BrokenModel`` for missing or invalid fields; both name the fi
 A sliding window of W covers a row and the W - 1 rows before it; 0 means no window.
 """
 
+from dataclasses import replace
+
 from molink.checkpoint.config_fields import ConfigFields
 from molink.checkpoint.rope import RopeConfig, parse_rope
-from molink.checkpoint.traits import Activation, FamilyTraits
+from molink.checkpoint.traits import Activation, FamilyTraits, MtpShape
 from molink.errors import BrokenModel, UnsupportedModel
 
 _ACTIVATIONS: dict[str, Activation] = {
@@ -68,8 +70,15 @@ def refuse_other(fields: ConfigFields, name: str, only: str) -> None:
 
 
 def count_draft_layers(fields: ConfigFields) -> int:
-    """Count layers after the last, for multi-token prediction (DeepSeek-V3, §2.2)."""
+    """Count modules for multi-token prediction."""
     return fields.get_count("num_nextn_predict_layers", 0, _MAX_DRAFT_LAYERS)
+
+
+def add_mtp(traits: FamilyTraits, fields: ConfigFields) -> FamilyTraits:
+    """Add modules that foretell tokens, as DeepSeek-V3 has them behind its last layer."""
+    count = count_draft_layers(fields)
+    mtp = MtpShape(prefix=f"model.layers.{len(traits.windows)}.") if count else None
+    return replace(traits, draft_layers=count, mtp=mtp)
 
 
 def parse_softcap(fields: ConfigFields, name: str, default: float | None) -> float:

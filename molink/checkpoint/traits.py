@@ -1,5 +1,6 @@
 """Model properties that the decoder depends on, for all families."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -119,6 +120,45 @@ class LatentShape:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MtpShape:
+    """A module for multi-token prediction (MTP; DeepSeek-V3, arXiv 2412.19437, §2.2).
+
+    It is a layer whose tensors begin with ``prefix``, with norms of a token's embedding and of the
+    row before that token, a projection of both to a row (of ``[row, embedding]`` if ``row_first``),
+    and a norm before the model's output head.
+    """
+
+    prefix: str
+    token_norm: str = "enorm"
+    row_norm: str = "hnorm"
+    projection: str = "eh_proj"
+    output_norm: str = "shared_head.norm"
+    row_first: bool = False
+
+    def module_prefix(self, index: int) -> str:
+        """The prefix of another module, counted from this one."""
+        names, number = self.prefix.removesuffix(".").rsplit(".", 1)
+        return f"{names}.{int(number) + index}."
+
+    def is_stored(self, names: Iterable[str], index: int = 0) -> bool:
+        """Whether tensors ``names`` include a module's projection."""
+        projection = f"{self.module_prefix(index)}{self.projection}."
+        return any(name.startswith(projection) for name in names)
+
+    @property
+    def norm_names(self) -> tuple[str, str, str]:
+        """Whole names of its norms: of embeddings, of rows, and before the output head."""
+        names = self.token_norm, self.row_norm, self.output_norm
+        first, second, third = (self.prefix + name for name in names)
+        return first, second, third
+
+    @property
+    def projection_name(self) -> str:
+        """Whole name of its projection."""
+        return self.prefix + self.projection
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FamilyTraits:
     """Traits in which families differ.
 
@@ -150,8 +190,9 @@ class FamilyTraits:
     weights. ``residual_scale`` multiplies outputs of attention and MLP; with ``scaled_layers`` a
     learned number multiplies what a layer returns. ``merged_qkv`` and
     ``merged_gate_up`` mean single tensors in the checkpoint. ``output_name`` is that of
-    attention's projection to rows. ``experts`` replace the MLP in some or all layers. A checkpoint
-    may hold ``unread_layers`` after the last, for multi-token prediction.
+    attention's projection to rows. ``experts`` replace the MLP in some or all layers.
+
+    ``mtp`` is the first of ``draft_layers`` modules that foretell tokens; others are not used.
 
     ``embedding_scale`` multiplies embeddings, ``logit_scale`` logits. With ``tied_embeddings`` the
     embedding is the output head, too.
@@ -204,17 +245,18 @@ class FamilyTraits:
     mlp_names: MlpNames = MlpNames()
     tied_embeddings: bool = False
     experts: ExpertsConfig | None = None
-    unread_layers: int = 0
+    draft_layers: int = 0
+    mtp: MtpShape | None = None
 
     def head_shape(self, layer: int) -> HeadShape:
         """A layer's heads of keys and values."""
-        if self.full_heads is None or self.windows[layer]:
+        if self.full_heads is None or self.layer_window(layer):
             return HeadShape(self.kv_heads, self.head_dim)
         return self.full_heads
 
     def keys_are_values(self, layer: int) -> bool:
         """Whether a layer's values are its keys before their norm and rotation."""
-        return self.full_keys_are_values and not self.windows[layer]
+        return self.full_keys_are_values and not self.layer_window(layer)
 
     @property
     def groups(self) -> int:
@@ -241,7 +283,17 @@ class FamilyTraits:
         """Index of a layer's rope in ``rope_configs``; ``None`` without RoPE."""
         if layer in self.unrotated_layers:
             return None
-        return int(self.sliding_rope is not None and self.windows[layer] > 0)
+        return int(self.sliding_rope is not None and self.layer_window(layer) > 0)
+
+    def layer_window(self, layer: int) -> int:
+        """A layer's window; that of ``mtp``, which follows the last layer, attends to all."""
+        return self.windows[layer] if layer < len(self.windows) else 0
+
+    def layer_prefix(self, layer: int) -> str:
+        """What the names of a layer's tensors begin with."""
+        if self.mtp is not None and layer == len(self.windows):
+            return self.mtp.prefix
+        return f"model.layers.{layer}."
 
     def scales_queries(self, layer: int) -> bool:
         """Whether a layer's queries grow with their position."""

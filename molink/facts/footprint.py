@@ -148,7 +148,7 @@ class Footprint:
     #: Weights of one layer.
     layer_bytes: int
     #: Weights of the first and the last stage besides their layers, and what both share. The first
-    #: includes a vision tower and its rows of an image.
+    #: includes a vision tower and its rows of an image, the last layers that foretell tokens.
     first_bytes: int
     last_bytes: int
     shared_bytes: int
@@ -175,6 +175,8 @@ class Footprint:
     parallel_states: bool = False
     #: A request's state in a layer.
     state_bytes: int = 0
+    #: Layers of the last stage that foretell tokens, with KV.
+    mtp_layers: int = 0
 
     @classmethod
     def of_stage(cls, facts: ModelFacts, target: StageSetup) -> "Footprint":
@@ -218,8 +220,9 @@ class Footprint:
         return cls(
             layer_bytes=layer,
             first_bytes=first + vision,
-            last_bytes=last,
-            shared_bytes=first if facts.tied else 0,
+            last_bytes=last + facts.mtp_layers * layer,
+            # A layer that foretells tokens needs the embedding, too.
+            shared_bytes=first if facts.tied or facts.mtp_layers else 0,
             token_bytes=token,
             max_model_len=facts.max_model_len,
             step_bytes=rows * row + target.unpacked_bytes(facts) + PAGED_BYTES * reads_pages,
@@ -233,6 +236,7 @@ class Footprint:
             mlp_layers=facts.mlp_layers,
             parallel_states=facts.parallel_states,
             state_bytes=facts.state_bytes,
+            mtp_layers=facts.mtp_layers,
         )
 
     @property
@@ -256,13 +260,14 @@ class Footprint:
         idle = sum(first <= layer < last for layer in self.mlp_layers)
         states = count_state_slots(tokens) * recurrent * self.state_bytes
         attended = last - first - idle - recurrent * (not self.parallel_states)
+        attended += self.mtp_layers * (last == self.layers)
         return attended * tokens * self.token_bytes + states
 
     def average_pool_bytes(self, tokens: int) -> tuple[int, int]:
         """The same of a layer on average, and the most by which a stage's layers exceed it."""
         kept = tokens * self.token_bytes
         if not self.recurrent_layers and not self.mlp_layers:
-            return kept, 0
+            return kept, kept * self.mtp_layers
         state, recurrent = count_state_slots(tokens) * self.state_bytes, {*self.recurrent_layers}
         idle = {*self.mlp_layers}
         every = [
@@ -276,7 +281,7 @@ class Footprint:
         for one in every:  # the greatest sum of consecutive differences (Kadane)
             above = max(0, above + one - average)
             most = max(most, above)
-        return average, most
+        return average, most + kept * self.mtp_layers
 
     def activation_bytes(self, tokens: int, *, closes: bool) -> int:
         """Activations of a step with up to ``tokens`` tokens in the pool."""

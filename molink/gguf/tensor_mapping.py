@@ -80,6 +80,17 @@ _LATENT_MODULES = _DEEPSEEK_MODULES | {
     "attn_k_b": "self_attn.k_b_proj",
     "attn_v_b": "self_attn.v_b_proj",
 }
+#: A layer for multi-token prediction has these besides.
+_MTP_MODULES = {
+    "nextn.enorm": "enorm",
+    "nextn.hnorm": "hnorm",
+    "nextn.eh_proj": "eh_proj",
+    "nextn.shared_head_norm": "shared_head.norm",
+}
+#: Copies of the model's embedding and output head.
+_MTP_COPIES = ("nextn.embed_tokens", "nextn.shared_head_head")
+#: Families whose first such layer is used.
+_MTP_FAMILIES = ("Glm4Moe", "DeepseekV3", "Glm4MoeLite")
 #: Where the norm before the MLP is named so.
 _POST_ATTENTION = {"post_attention_norm": "post_attention_layernorm"}
 #: The gated delta rule; GGUF names its tensors as Mamba's.
@@ -281,7 +292,8 @@ def map_tensors(file: GgufFile, config: dict[str, Any]) -> Iterator[MappedTensor
         module, _, kind = match[2].rpartition(".") if match else ("", "", "")
         if match is None or kind not in ("weight", "bias"):
             raise BrokenModel(f"{where} is unknown in a {family} model")
-        if _is_draft_layer(file, int(match[1]), config):
+        behind = _count_behind(file, int(match[1]), config)
+        if behind > (family in _MTP_FAMILIES) or (behind and module in _MTP_COPIES):
             continue
         prefix, experts = f"model.layers.{match[1]}.", _FAMILY_EXPERTS.get(family, _EXPERTS)
         pairs = _PAIRED_EXPERTS.get(family, {})
@@ -297,11 +309,11 @@ def map_tensors(file: GgufFile, config: dict[str, Any]) -> Iterator[MappedTensor
             yield from _map_layer_tensor(tensor, prefix, module, kind, family, config)
 
 
-def _is_draft_layer(file: GgufFile, layer: int, config: dict[str, Any]) -> bool:
-    """Whether a layer after the last is one for multi-token prediction."""
-    behind: int = layer - config["num_hidden_layers"]
-    is_behind = 0 <= behind < config.get("num_nextn_predict_layers", 0)
-    return is_behind and f"blk.{layer}.nextn.eh_proj.weight" in file.tensors
+def _count_behind(file: GgufFile, layer: int, config: dict[str, Any]) -> int:
+    """The number of a layer among those for multi-token prediction, from 1; 0 for others."""
+    number: int = 1 + layer - config["num_hidden_layers"]
+    is_behind = 0 < number <= config.get("num_nextn_predict_layers", 0)
+    return number if is_behind and f"blk.{layer}.nextn.eh_proj.weight" in file.tensors else 0
 
 
 def _map_layer_tensor(
@@ -313,7 +325,10 @@ def _map_layer_tensor(
             tensor = replace(tensor, shape=(1, *tensor.shape))
         yield _make_tensor(f"{prefix}{_CORRECTION_NAMES[family]}", tensor, where)
         return
-    ours = _FAMILY_MODULES.get(family, _MODULES).get(module)
+    modules = _FAMILY_MODULES.get(family, _MODULES)
+    if family in _MTP_FAMILIES:
+        modules = modules | _MTP_MODULES
+    ours = modules.get(module)
     if ours is None:
         raise BrokenModel(f"{where} is unknown in a {family} model")
     heads, tensor = 0, _reshape_tensor(tensor, module)

@@ -16,6 +16,7 @@ from molink.wire.messages.codec import Buffer
 from molink.wire.messages.data_plane import (
     MAX_SLICES,
     ForcedTokens,
+    ForetoldTokens,
     PooledRow,
     Release,
     SampledId,
@@ -29,8 +30,10 @@ MAX_TOPS, MAX_POOLED = 4096, 512
 #: What the last stage tells the scheduler.
 LastStageMessage = SamplerOutput | TopLogprobs | PooledRow | Release | Tombstone
 #: Maximum bytes of ids in a ``SamplerOutput``'s header, and bytes of each sampled id, failed
-#: request, request with forced tokens, and forced token.
-_BUDGET_BYTES, _SAMPLED_ID_BYTES, _FAILED_BYTES, _FORCED_BYTES, _ID_BYTES = 4000, 25, 5, 7, 5
+#: request, request with drafts, and draft; probabilities take one each and one more.
+_BUDGET_BYTES, _SAMPLED_ID_BYTES, _FAILED_BYTES, _HINT_BYTES, _ID_BYTES = 4000, 25, 5, 7, 5
+#: Drafts of the last stage for a request.
+_Hint = ForcedTokens | ForetoldTokens
 
 
 class EmissionReceiver(Protocol):
@@ -123,11 +126,15 @@ class SchedulerBridge:
         """Drop ids outside the vocabulary, which would fail all requests of a later step."""
         sampled_ids = tuple(each for each in output.sampled if each.token < self._vocabulary)
         forced = tuple(each for each in output.forced if max(each.tokens) < self._vocabulary)
-        num_invalid = len(output.sampled) - len(sampled_ids) + len(output.forced) - len(forced)
+        foretold = tuple(each for each in output.foretold if max(each.tokens) < self._vocabulary)
+        kept = len(sampled_ids) + len(forced) + len(foretold)
+        num_invalid = len(output.sampled) + len(output.forced) + len(output.foretold) - kept
         if not num_invalid:
             return output
         self.num_invalid_ids += num_invalid
-        return msgspec.structs.replace(output, sampled=sampled_ids, forced=forced)
+        return msgspec.structs.replace(
+            output, sampled=sampled_ids, forced=forced, foretold=foretold
+        )
 
 
 def _enqueue_batch(batch: MicroBatch, scoreboard: Scoreboard, now: float) -> None:
@@ -147,7 +154,7 @@ class SampleCollector:
         self._sampled: dict[int, list[SampledId]] = {}
         #: Ordered set: a failed request fails again in each later sub-chunk.
         self._failed: dict[int, dict[int, None]] = {}
-        self._forced: dict[int, list[ForcedTokens]] = {}
+        self._hints: dict[int, list[_Hint]] = {}
 
     def add_output(
         self, sampled: SamplerOutput, result: StepOutput, *, last: bool
@@ -156,33 +163,37 @@ class SampleCollector:
         seq = sampled.seq
         sampled_ids = self._sampled.setdefault(seq, [])
         failed = self._failed.setdefault(seq, {})
-        forced = self._forced.setdefault(seq, [])
+        hints = self._hints.setdefault(seq, [])
         sampled_ids += sampled.sampled
         failed.update(dict.fromkeys(sampled.failed))
-        forced += sampled.forced
+        hints += (*sampled.forced, *sampled.foretold)
         if not last:
             return [*result.tops]
-        del self._sampled[seq], self._failed[seq], self._forced[seq]
-        fitting = _fit_forced(forced, len(sampled_ids), len(failed))
-        return [*result.tops, SamplerOutput(seq, tuple(sampled_ids), tuple(failed), fitting)]
+        del self._sampled[seq], self._failed[seq], self._hints[seq]
+        fitting = _fit_hints(hints, len(sampled_ids), len(failed))
+        forced = tuple(each for each in fitting if isinstance(each, ForcedTokens))
+        foretold = tuple(each for each in fitting if isinstance(each, ForetoldTokens))
+        output = SamplerOutput(seq, tuple(sampled_ids), tuple(failed), forced, foretold)
+        return [*result.tops, output]
 
     def __len__(self) -> int:
         """Volumes with more sub-chunks to come."""
         return len(self._sampled)
 
 
-def _fit_forced(
-    forced: Sequence[ForcedTokens], sampled: int, failed: int
-) -> tuple[ForcedTokens, ...]:
-    """The first forced tokens that fit the header along with ``sampled`` and ``failed`` entries.
+def _fit_hints(hints: Sequence[_Hint], sampled: int, failed: int) -> list[_Hint]:
+    """The first hints that fit the header along with ``sampled`` and ``failed`` entries.
 
     They must also fit a volume, with one row before each.
     """
-    room, rows, found = _BUDGET_BYTES - _SAMPLED_ID_BYTES * sampled - _FAILED_BYTES * failed, 0, []
-    for each in forced:
-        room -= _FORCED_BYTES + _ID_BYTES * len(each.tokens)
+    room, rows = _BUDGET_BYTES - _SAMPLED_ID_BYTES * sampled - _FAILED_BYTES * failed, 0
+    found = list[_Hint]()
+    for each in hints:
+        room -= _HINT_BYTES + _ID_BYTES * len(each.tokens)
+        if isinstance(each, ForetoldTokens):
+            room -= 1 + len(each.percents)
         rows += 1 + len(each.tokens)
         if room < 0 or rows > MAX_SLICES:
             break
         found.append(each)
-    return tuple(found)
+    return found

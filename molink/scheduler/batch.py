@@ -168,8 +168,13 @@ class VolumeBuilder:
         self._num_samples += len(drafts)
         state.num_announced += len(blocks)
 
-    def build_volume(self, seq: int, *, interleaved: bool = False) -> VolumeWithTokens:
-        """Build the volume ``seq`` and record it as in flight for its requests."""
+    def build_volume(
+        self, seq: int, *, interleaved: bool = False, foretelling: tuple[int, float] = (0, 0.0)
+    ) -> VolumeWithTokens:
+        """Build the volume ``seq`` and record it as in flight for its requests.
+
+        ``foretelling`` are its ``max_foretold`` and ``min_probability``.
+        """
         slices, tokens = [], list[int]()
         for pending_slice in self._slices:
             state = pending_slice.state
@@ -195,7 +200,9 @@ class VolumeBuilder:
             state.draft_path += pending_slice.drafts
         payload = Payload("i32", (len(tokens),))
         copies = tuple(self._state_copies)
-        header = Volume(seq, self.prefill, tuple(slices), payload, interleaved, copies)
+        header = Volume(
+            seq, self.prefill, tuple(slices), payload, interleaved, copies, *foretelling
+        )
         return VolumeWithTokens(header, tokens)
 
 
@@ -206,9 +213,13 @@ MAX_MESSAGE_IDS = 60_000
 class ControlIssuer:
     """Issues the control messages of admissions and releases."""
 
-    def __init__(self, cache: KVCacheManager, in_flight: InFlightTracker) -> None:
+    def __init__(
+        self, cache: KVCacheManager, in_flight: InFlightTracker, *, sends_tokens: bool = False
+    ) -> None:
+        """With ``sends_tokens`` the last stage gets the tokens of all requests."""
         self._cache = cache
         self._in_flight = in_flight
+        self._sends_tokens = sends_tokens
 
     def issue_release(self, pending: PendingRelease) -> list[ControlWithPayload]:
         """Release an admission; KV that is swapped out is copied to host memory first."""
@@ -250,7 +261,8 @@ class ControlIssuer:
             state.last_seq = self._in_flight.issue_seq()
             images = PromptImages(state.last_seq, state.id, state.image_spans)
             control.append(ControlWithPayload(images, data=state.image_rows))
-        if request.sampling_params.needs_history or (request.grammar and state.num_output_tokens):
+        replays = request.grammar and state.num_output_tokens
+        if self._sends_tokens or request.sampling_params.needs_history or replays:
             for first, ids in _split_ids(state.tokens):
                 state.last_seq = self._in_flight.issue_seq()
                 history = History(state.last_seq, state.id, first, Payload("i32", (len(ids),)))

@@ -54,7 +54,7 @@ class Batcher:
         self.cache = cache
         self.in_flight = in_flight
         self.swap = swap
-        self._controls = ControlIssuer(cache, in_flight)
+        self._controls = ControlIssuer(cache, in_flight, sends_tokens=config.has_foretold_tokens)
         self.micro_batches = MicroBatchCount(
             config.micro_batches,
             config.num_stages,
@@ -122,14 +122,30 @@ class Batcher:
         for state, copy in self._newly_admitted:
             control += self._controls.issue_admission(state, copy)
             self.swap.free_copy(state)
-        volumes = tuple(self._issue_volume(each, now) for each in (decode, chunk) if len(each))
+        foretelling = self._bound_foretelling(decode)
+        volumes = tuple(
+            self._issue_volume(each, now, foretelling) for each in (decode, chunk) if len(each)
+        )
         if len(chunk) and not len(decode):
             self._prefill_only_seqs.add(self.in_flight.last_seq)
         return MicroBatch(tuple(control), volumes) if control or volumes else None
 
-    def _issue_volume(self, builder: VolumeBuilder, now: float) -> VolumeWithTokens:
+    def _bound_foretelling(self, decode: VolumeBuilder) -> tuple[int, float]:
+        """See :meth:`.Speculation.bound_foretelling`."""
+        if not self._config.has_foretold_tokens:
+            return 0, 0.0
+        running = self.queues.num_running
+        context = sum(len(state.tokens) for state in decode.requests) // max(1, len(decode))
+        load = self._ring_load(max(1, len(decode)), max(1, running), context)
+        return self.speculation.bound_foretelling(load)
+
+    def _issue_volume(
+        self, builder: VolumeBuilder, now: float, foretelling: tuple[int, float]
+    ) -> VolumeWithTokens:
         interleaved = builder.prefill and self._chunks_leave_alone
-        volume = builder.build_volume(self.in_flight.issue_seq(), interleaved=interleaved)
+        volume = builder.build_volume(
+            self.in_flight.issue_seq(), interleaved=interleaved, foretelling=foretelling
+        )
         self.in_flight.record_volume(volume.header, now)
         return volume
 

@@ -107,6 +107,12 @@ class SchedulerConfig:
         """
         return 2 * self.num_stages * MAX_CHUNK_ROWS
 
+    @property
+    def has_foretold_tokens(self) -> bool:
+        """Whether the last stage foretells tokens, and they are used as drafts."""
+        foretells = bool(self.profiles) and self.profiles[-1].foretell_s > 0
+        return foretells and self.num_speculative_tokens != 0
+
     def growth_blocks(self, running: int) -> int:
         """Blocks reserved for the growth of ``running`` requests before another is admitted."""
         return math.ceil(running * GROWTH_TOKENS / self.block_size)

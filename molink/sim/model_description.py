@@ -119,7 +119,10 @@ def _read_folder(folder: Path) -> tuple[ModelConfig, Mapping[str, TensorSpec]]:
     if folder.is_dir():
         refuse_foreign_folder(folder)
     config = ModelConfig.load_folder(folder, "bf16")
-    return config, scan_tensors(folder) if any(folder.glob("*.safetensors")) else {}
+    if not any(folder.glob("*.safetensors")):
+        return config, {}
+    tensors = scan_tensors(folder)
+    return config.drop_absent_mtp(tensors), tensors
 
 
 def _mixture_fields(config: ModelConfig) -> dict[str, Any]:

@@ -43,10 +43,35 @@ class StageOutput:
 
     ``rows`` are those for the next stage, or logits of the last one, for which ``greedy`` has the
     result of :func:`~molink.stage.sampling.greedy.find_greedy` if it was part of a CUDA graph.
+    ``normed`` are all rows of the last stage as the output head reads them (``[T, hidden_size]``),
+    if it foretells tokens.
     """
 
     rows: Tensor
     greedy: Tensor | None = None
+    normed: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MtpInput:
+    """Rows ``[T, hidden_size]`` as the output head reads them, and the ``tokens`` after each.
+
+    ``sequences`` has their positions, in order; logits are wanted of ``logit_rows``.
+    """
+
+    normed: Tensor
+    tokens: Sequence[int]
+    sequences: tuple[SequenceRows, ...]
+    logit_rows: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class MtpOutput:
+    """Of the ``logit_rows``: rows ``[n, hidden_size]`` as the output head reads them, and float32
+    logits ``[n, vocab_size]`` of the token after the next."""
+
+    normed: Tensor
+    logits: Tensor
 
 
 @dataclass(frozen=True, slots=True)

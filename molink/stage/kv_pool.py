@@ -206,6 +206,13 @@ class KVPool:
             ids = upload_integers(block_ids, self._memory.device)
             self._memory.index_fill_(self._block_dim, ids, 0)
 
+    def zero_layer(self, layer: int, block_ids: Sequence[int]) -> None:
+        """Zero blocks in one layer, for the same reason."""
+        for part in (self._storage, self._scales):
+            if part is not None:
+                for block in block_ids:
+                    part[layer, :, block].zero_()
+
     def _split_memory(self, memory: Tensor) -> tuple[Tensor, Tensor | None]:
         """Views of rows ``[…, *inner, head_dim]`` and scales ``[…, *inner]`` in blocks' memory."""
         count = math.prod(self._inner)

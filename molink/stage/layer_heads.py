@@ -4,6 +4,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from molink.checkpoint.config import ModelConfig
+from molink.checkpoint.tensor_layout import mtp_layers
 from molink.checkpoint.traits import HeadShape
 
 
@@ -19,10 +20,13 @@ class LayerHeads:
 
     @classmethod
     def from_config(cls, config: ModelConfig, layers: tuple[int, int]) -> "LayerHeads":
-        """Heads of layers ``first:last``; without attention, one kind that no layer has."""
-        found = [
-            config.head_shape(layer) for layer in range(*layers) if config.has_attention(layer)
-        ]
+        """Heads of layers ``first:last``; without attention, one kind that no layer has.
+
+        At the last stage the layer that foretells tokens comes after the others.
+        """
+        behind = mtp_layers(config) if layers[1] == config.layers else ()
+        every = (*range(*layers), *behind)
+        found = [config.head_shape(layer) for layer in every if config.has_attention(layer)]
         kinds = tuple(dict.fromkeys(found)) or (config.head_shape(0),)
         places, counts = [], Counter[int]()
         for kind in map(kinds.index, found):

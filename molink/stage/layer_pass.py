@@ -2,7 +2,7 @@
 
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch import Tensor
 from molink.checkpoint.config import ModelConfig
 from molink.errors import InvariantError
 from molink.stage.attention.base import AttentionBackend
-from molink.stage.batch import StageInput
+from molink.stage.batch import MtpInput, MtpOutput, SequenceRows, StageInput, StageOutput
 from molink.stage.decoder.decoder import Decoder
 from molink.stage.decoder.mixer import ForwardContext, StateContext
 from molink.stage.decoder.query_scale import QueryScales
@@ -78,27 +78,51 @@ class LayerPass:
         """Whether it returns logits, or an embedding model's normed rows."""
         return self.decoder.norm is not None
 
+    @property
+    def has_mtp(self) -> bool:
+        """Whether it foretells tokens."""
+        return self.decoder.mtp is not None
+
     def run_step(
         self, step: LocatedRows, between_layers: Callable[[], None] | None = None
-    ) -> Tensor:
+    ) -> StageOutput:
         """Rows ``[T, hidden]`` in ``wire_dtype``, or the last stage's result of the logit rows.
 
         ``between_layers`` is called as by :func:`.run_blocks`.
         """
-        batch, count = step.batch, len(step)
-        rows = self.embed_batch(batch)
-        both = upload_integers(step.positions + step.slots, self.device)
-        angles = tuple(rope.compute_angles(both[:count], batch.sequences) for rope in self.ropes)
-        attention = self.attention.prepare_layers(
-            batch.sequences, self.pool.block_size, self.dtype, self.device
-        )
-        states = None
+        batch = step.batch
+        context = self._prepare_context(batch.sequences, step.positions, step.slots)
         if self.states is not None:
             states = StateContext(self.states, self.states.locate_rows(batch.sequences))
-        adapters = group_by_adapter(batch.sequences, self.device)
-        context = ForwardContext(self.pool, both[count:], angles, attention, states, adapters)
-        rows = self.decoder.run_layers(rows, context, between_layers)
+            context = replace(context, states=states)
+        context = replace(context, adapters=group_by_adapter(batch.sequences, self.device))
+        rows = self.decoder.run_layers(self.embed_batch(batch), context, between_layers)
         return self.finish_rows(rows, batch.logit_rows)
+
+    def run_mtp(self, batch: MtpInput, positions: "array[int]", slots: "array[int]") -> MtpOutput:
+        """Foretell tokens after rows at ``positions``, and store their KV in ``slots``.
+
+        Adapters change nothing here.
+        """
+        if self.decoder.mtp is None:
+            raise InvariantError("this stage has no layer that foretells tokens")
+        context = self._prepare_context(batch.sequences, positions, slots)
+        tokens = upload_integers(batch.tokens, self.device)
+        normed = self.decoder.mtp(batch.normed, tokens, context)
+        normed = _select_rows(normed, batch.logit_rows)
+        return MtpOutput(normed, self.decoder.compute_logits(normed))
+
+    def _prepare_context(
+        self, sequences: Sequence[SequenceRows], positions: "array[int]", slots: "array[int]"
+    ) -> ForwardContext:
+        """What attention needs of a forward."""
+        both = upload_integers(positions + slots, self.device)
+        count = len(positions)
+        angles = tuple(rope.compute_angles(both[:count], sequences) for rope in self.ropes)
+        attention = self.attention.prepare_layers(
+            sequences, self.pool.block_size, self.dtype, self.device
+        )
+        return ForwardContext(self.pool, both[count:], angles, attention)
 
     def embed_batch(self, batch: StageInput) -> Tensor:
         """Residual rows ``[T, hidden]`` of a step, on the device."""
@@ -120,8 +144,20 @@ class LayerPass:
         """Rows ``[T, hidden]`` in the type of residual sums."""
         return rows.to(residual_dtype(self.dtype))
 
-    def finish_rows(self, rows: Tensor, logit_rows: Sequence[int]) -> Tensor:
+    def finish_rows(self, rows: Tensor, logit_rows: Sequence[int]) -> StageOutput:
         """What the stage returns for residual rows ``[T, hidden]``."""
-        if self.is_last:
-            return self.decoder.compute_logits(rows, logit_rows)
-        return rows.to(self.wire_dtype)
+        if not self.is_last:
+            return StageOutput(rows.to(self.wire_dtype))
+        if not self.has_mtp:
+            chosen = self.decoder.normalize_rows(_select_rows(rows, logit_rows))
+            return StageOutput(self.decoder.compute_logits(chosen))
+        normed = self.decoder.normalize_rows(rows)
+        logits = self.decoder.compute_logits(_select_rows(normed, logit_rows))
+        return StageOutput(logits, normed=normed)
+
+
+def _select_rows(rows: Tensor, wanted: Sequence[int]) -> Tensor:
+    """Rows ``wanted`` of ``[T, hidden]``."""
+    if tuple(wanted) == tuple(range(len(rows))):
+        return rows
+    return rows.index_select(0, upload_integers(wanted, rows.device))

@@ -26,7 +26,7 @@ from molink.facts.model import KVCacheDType, LayerRange, Quantize
 from molink.stage.attention.base import AttentionBackend, AttentionShape, BackendName
 from molink.stage.attention.create import create_attention
 from molink.stage.attention.mixed import MixedAttention
-from molink.stage.batch import StageInput, StageOutput
+from molink.stage.batch import MtpInput, MtpOutput, StageInput, StageOutput
 from molink.stage.decoder.block import HostExperts
 from molink.stage.decoder.decoder import Decoder, HeldWeights, load_decoder
 from molink.stage.decoder.operators import RowOperators, create_operators
@@ -157,6 +157,16 @@ class Stage:
     def is_last(self) -> bool:
         """Whether it returns logits, or an embedding model's normed rows."""
         return self.layers[1] == self.config.layers
+
+    @property
+    def block_size(self) -> int:
+        """Positions of a block of its KV pool; 0 without a pool."""
+        return 0 if self._pool is None else self._pool.block_size
+
+    @property
+    def has_mtp(self) -> bool:
+        """Whether :meth:`foretell_tokens` can be called."""
+        return self._decoder.mtp is not None
 
     @property
     def weight_bytes(self) -> int:
@@ -299,6 +309,25 @@ class Stage:
             raise InvariantError(f"stage {self.layers} has no vision tower")
         self._set_device()
         return tower.encode_image(pixels)
+
+    @torch.inference_mode()
+    def foretell_tokens(self, batch: MtpInput) -> MtpOutput:
+        """Foretell the tokens after the next by the last stage's layer for it, and store its KV.
+
+        Raises:
+            InvariantError: as :meth:`compute_step`, or the stage has no such layer.
+        """
+        if self._layer_pass is None:
+            raise InvariantError("tokens were foretold before a KV pool was allocated")
+        self._set_device()
+        positions, slots, fresh = self._layer_pass.pool.locate_rows(batch.sequences)
+        if not len(positions) == len(batch.normed) == len(batch.tokens):
+            raise InvariantError(f"{len(batch.normed)} rows, {len(batch.tokens)} tokens")
+        if self._layer_pass.attention.reads_unwritten:
+            # Other layers have written their rows already.
+            pool, layer = self._layer_pass.pool.locate_layer(len(self._heads.places) - 1)
+            pool.zero_layer(layer, fresh)
+        return self._layer_pass.run_mtp(batch, positions, slots)
 
     @torch.inference_mode()
     def capture_next_graph(self) -> bool:
@@ -507,7 +536,7 @@ class Stage:
             replayed = self._graphs.replay_step(step)
         if replayed is not None:
             return replayed
-        return StageOutput(layers.run_step(step, between_layers))
+        return layers.run_step(step, between_layers)
 
     def _check_input(self, batch: StageInput) -> int:
         """Number of rows given."""

@@ -28,7 +28,8 @@ def test_a_folder_has_the_described_tensors(
     make_model: MakeModel, tmp_path: Path, family: str
 ) -> None:
     folder = make_model(tmp_path / "m", family, dtype="bfloat16", **FAMILIES[family])
-    config, stored = ModelConfig.load_folder(folder), scan_tensors(folder)
+    stored = scan_tensors(folder)
+    config = ModelConfig.load_folder(folder).drop_absent_mtp(stored)
     found = describe_weights(config, "bf16")
     for name, tensor in found.tensors.items():
         assert tensor.shape == stored[name].shape

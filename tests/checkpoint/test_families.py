@@ -431,7 +431,7 @@ def test_glm4_moe_as_on_the_hub(load: Callable[..., Any]) -> None:
     assert (experts.scoring, experts.is_corrected, experts.renormalize) == ("sigmoid", True, True)
     assert (experts.groups, experts.top_groups, experts.scale) == (1, 1, 1.0)
     assert [config.layer_experts(layer) is not None for layer in range(4)] == [False] + 3 * [True]
-    assert (config.layers, config.unread_layers) == (4, 1)
+    assert (config.layers, config.draft_layers) == (4, 1)
     assert layer_tensors(config, 0)["model.layers.0.mlp.down_proj.weight"] == (96, 128)
     shapes = layer_tensors(config, 1)
     mlp = "model.layers.1.mlp."
@@ -475,7 +475,7 @@ def test_deepseek_v3_as_on_the_hub(load: Callable[..., Any]) -> None:
     assert (config.heads, config.kv_heads, config.head_dim) == (4, 1, 576)
     assert (config.rope.rotary_dim(576), config.interleaved_rope) == (64, True)
     assert config.attention_scale == pytest.approx(192**-0.5 * 1.3688879454**2)
-    assert (config.max_model_len, config.unread_layers) == (163840, 1)
+    assert (config.max_model_len, config.draft_layers) == (163840, 1)
     experts = config.experts
     assert experts is not None
     assert (experts.groups, experts.top_groups) == (8, 4)
@@ -534,7 +534,7 @@ def test_ernie_as_on_the_hub(load: Callable[..., Any]) -> None:
         "use_bias": False,
     }
     config = load("ernie4_5_moe", rope_scaling=None, **fields)
-    assert (config.interleaved_rope, config.rope.theta, config.unread_layers) == (True, 5e5, 1)
+    assert (config.interleaved_rope, config.rope.theta, config.draft_layers) == (True, 5e5, 1)
     experts = config.experts
     assert experts is not None
     assert (experts.scoring, experts.is_corrected, experts.min_sum) == ("softmax", True, 1e-12)

@@ -96,12 +96,15 @@ def test_other_pooling_is_refused(
     assert not (tmp_path / "into").exists()
 
 
-def test_draft_layers_are_left_out(make_model: MakeModel, tmp_path: Path) -> None:
+def test_the_layer_that_foretells_tokens_is_kept(make_model: MakeModel, tmp_path: Path) -> None:
     folder = add_draft_layer(make_model(tmp_path / "model", "glm4_moe", 1))
     opened = ModelFolder.open(unpack(write_gguf(folder, tmp_path / "tiny.gguf"), tmp_path))
     before = ModelFolder.open(folder)
     assert (opened.config.layers, opened.config.experts) == (3, before.config.experts)
-    assert not any(".layers.3." in name for name in opened.tensors)
+    assert opened.config.mtp == before.config.mtp
+    assert {*opened.stage_tensors(2, 3)} == {*before.stage_tensors(2, 3)}
+    # Copies of the embedding and the output head are not.
+    assert {*opened.tensors} == {*before.stage_tensors(0, 3)}
     for key, value, refusal in (
         ("nextn_predict_layers", 4, "leave none of 4 layers"),
         ("nextn_predict_layers", 2, "does not fit its metadata"),

@@ -15,6 +15,7 @@ from molink.stage.cpu_kernels.create import supports_block_weights
 from molink.stage.diagnostics.device import narrow_weight_dtypes
 from molink.stage.stage import Stage
 from tests.support.gguf_models import Kind, write_gguf
+from tests.support.models import add_draft_layer
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -27,6 +28,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "glm4": {},
     "qwen2_moe": {},
     "glm4_moe": {"first_k_dense_replace": 0},
+    "glm4_moe mtp": {"first_k_dense_replace": 0},
+    "mimo": {},
+    "mimo tied": {"tie_word_embeddings": True},
     "mistral3": {},
     "gpt_oss": {},
     "granitemoe": {},
@@ -44,8 +48,11 @@ def test_planned_weights_are_loaded_weights(
 ) -> None:
     torch.set_num_threads(1)
     made = make_model(tmp_path, name.split()[0], dtype=dtype, **FAMILIES[name])
+    if name.endswith("mtp"):
+        add_draft_layer(made)
     folder = ModelFolder.open(made)
     facts = folder.placement_facts("m")
+    assert facts.mtp_layers == (name.endswith("mtp") or name.startswith("mimo"))
     for wanted in ("bf16", "f32"):
         need = Footprint.of_stage(
             facts, StageSetup(dtype=wanted, narrow_dtypes=narrow_weight_dtypes(CPU))
@@ -59,9 +66,14 @@ def test_planned_weights_are_loaded_weights(
             # Planned wide is what alone has no multiple of 32 outputs, though merged it may stay.
             least, most = (0.85, 1.1) if narrow else (1.0, 1.05)
             assert least * planned <= stage.weight_bytes <= most * planned
-            assert stage.block_bytes(16) == (last - first) * 16 * need.token_bytes
+            assert stage.block_bytes(16) == need.pool_bytes((first, last), 16)
+            assert need.pool_bytes((first, last), 16) <= (last - first) * sum(
+                need.average_pool_bytes(16)
+            )
+            layers = last - first + facts.mtp_layers * (last == 3)
+            assert stage.block_bytes(16) == layers * 16 * need.token_bytes
             stage.kv_cache_dtype = "int8"
-            assert stage.block_bytes(16) == (last - first) * 16 * facts.int8_kv_bytes
+            assert stage.block_bytes(16) == layers * 16 * facts.int8_kv_bytes
             if name not in NORMED and wanted == "f32" and not narrow:
                 assert stage.weight_bytes == planned
 

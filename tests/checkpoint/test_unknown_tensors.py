@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load, save_file
 
 from molink.checkpoint.model_folder import INDEX_FILE, ModelFolder
 from molink.errors import BrokenModel
@@ -53,17 +53,51 @@ def test_biases_that_the_config_has_not(
         ModelFolder.open(folder)
 
 
-def test_draft_layers_are_left_unread(
+def test_the_last_stage_has_the_layer_that_foretells_tokens(
     make_model: MakeModel, tmp_path: Path, edit_json: Callable[..., None]
 ) -> None:
     folder = add_draft_layer(make_model(tmp_path, "glm4_moe", 0))
     opened = ModelFolder.open(folder)
     assert opened.config.layers == 3
-    assert not any(".layers.3." in name for name in opened.stage_tensors(0, 3))
-    for layers, drafting, stray in ((3, 0, 3), (2, 1, 2), (2, 2, 2)):
+    names = {last: opened.stage_tensors(last - 1, last) for last in (2, 3)}
+    assert not any(".layers.3." in name for name in names[2])
+    assert {"model.layers.3.eh_proj.weight", "model.embed_tokens.weight"} < {*names[3]}
+    # The embedding and the output head are not read twice.
+    assert not any(
+        name.startswith("model.layers.3.") and name.endswith(("embed_tokens.weight", "head.weight"))
+        for name in names[3]
+    )
+    for layers, drafting, refusal in (
+        (3, 0, r"model\.layers\.3\.\S+ and \d+ more does not fit"),
+        (2, 1, r"model\.layers\.2\.\S+ and \d+ more does not fit"),
+        (2, 2, r"model\.layers\.2\.\S+ and \d+ more does not fit"),
+        (3, 2, "num_nextn_predict_layers is 2, but the safetensors files have 1 such layers"),
+    ):
         fields = {"num_hidden_layers": layers, "num_nextn_predict_layers": drafting}
         edit_json(folder / "config.json", **fields)
-        refusal = rf"model\.layers\.{stray}\.\S+ and \d+ more does not fit"
+        with pytest.raises(BrokenModel, match=refusal):
+            ModelFolder.open(folder)
+
+
+def test_layers_that_foretell_tokens_and_contradict_the_config(
+    make_model: MakeModel, tmp_path: Path
+) -> None:
+    folder = add_draft_layer(make_model(tmp_path, "glm4_moe", 0))
+    path = folder / "model.safetensors"
+    tensors = load(path.read_bytes())
+    projection, norm = "model.layers.3.eh_proj.weight", "model.layers.3.enorm.weight"
+    wrong = {
+        r"eh_proj\.weight has shape \[64, 64\], but config\.json demands \[64, 128\]": tensors
+        | {projection: tensors[projection][:, :64].contiguous()},
+        r"enorm\.weight is in none of the safetensors files": {
+            name: tensor for name, tensor in tensors.items() if name != norm
+        },
+        r"model\.layers\.3\.\S+ and \d+ more does not fit": {
+            name: tensor for name, tensor in tensors.items() if name != projection
+        },
+    }
+    for refusal, content in wrong.items():
+        save_file(content, path, {"format": "pt"})
         with pytest.raises(BrokenModel, match=refusal):
             ModelFolder.open(folder)
 

@@ -35,12 +35,14 @@ def test_two_peers_answer_as_one_stage_does(
     answer_as_one_stage_does(tmp_path / "home", tools, folder, folder)
 
 
-@pytest.mark.slow  # without processes: tests/molinkd/worker/test_states.py
+# Without processes: tests/molinkd/worker/test_states.py and test_speculation.py.
+@pytest.mark.slow
 @pytest.mark.timeout(400)
+@pytest.mark.parametrize("family", ["qwen3_next", "mimo"])
 def test_states_are_computed_again_after_a_worker_was_killed(
-    tmp_path: Path, tools: type[Tools], make_model: MakeModel
+    tmp_path: Path, tools: type[Tools], make_model: MakeModel, family: str
 ) -> None:
-    folder = make_model(tmp_path / "tiny", "qwen3_next", 3)
+    folder = make_model(tmp_path / "tiny", family, 3)
     prompts = [f"{number} foxes of the forest " * (number + 1) for number in range(STREAMS)]
     tokenizer, ring = Tokenizer.open(folder), Ring(folder)
     expected = [

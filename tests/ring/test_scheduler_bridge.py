@@ -11,6 +11,7 @@ from molink.wire.messages.data_plane import (
     MAX_SLICES,
     Channel,
     ForcedTokens,
+    ForetoldTokens,
     Frame,
     RequestSlice,
     SampledId,
@@ -48,15 +49,21 @@ def test_last_sub_chunk_reports_all_forced_tokens() -> None:
 
 
 @pytest.mark.parametrize("slices", [1, 20, 60, MAX_SLICES])
-def test_forced_tokens_fit_the_header_and_the_next_volume(slices: int) -> None:
+@pytest.mark.parametrize(("foretold", "nbytes"), [(False, 82), (True, 98)])
+def test_drafts_fit_the_header_and_the_next_volume(
+    slices: int, foretold: bool, nbytes: int
+) -> None:
     large = 2**31 - 1
     choices = tuple(SampledId(large - index, large, large, -0.5) for index in range(slices))
-    forced = tuple(ForcedTokens(each.request, (large,) * MAX_DRAFTS) for each in choices)
-    sampled = SamplerOutput(large, choices, (), forced)
+    every = (large,) * MAX_DRAFTS
+    forced = () if foretold else tuple(ForcedTokens(each.request, every) for each in choices)
+    drafts = tuple(ForetoldTokens(each.request, every, (100,) * MAX_DRAFTS) for each in choices)
+    sampled = SamplerOutput(large, choices, (), forced, drafts if foretold else ())
     (found,) = SampleCollector().add_output(sampled, StepOutput(VOLUME, None, sampled), last=True)
     assert isinstance(found, SamplerOutput)
     assert found.sampled == choices
-    assert len(found.forced) == min(slices, 8, (4000 - 25 * slices) // 82)
+    kept = found.foretold if foretold else found.forced
+    assert len(kept) == min(slices, 8, (4000 - 25 * slices) // nbytes)
     frame = Frame(large, Channel.DECODE, large, found)
     (header,) = data_codec().encode(frame)
     assert len(header) <= MAX_HEADER

@@ -2,9 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
+from molink.facts.profile import Profile
 from molink.scheduler.batch import MicroBatch
 from molink.scheduler.config import SchedulerConfig
 from molink.scheduler.request_state import Emission
@@ -13,6 +15,8 @@ from molink.scheduler.speculation.base import DraftProposal
 from molink.wire.messages.data_plane import (
     MAX_SLICES,
     ForcedTokens,
+    ForetoldTokens,
+    History,
     Release,
     RequestSlice,
     SampledId,
@@ -33,7 +37,7 @@ class Says:
         return DraftProposal([90 + at for at in range(len(tokens), len(tokens) + count)])
 
 
-def make_scheduler(**changes: int) -> Scheduler:
+def make_scheduler(**changes: Any) -> Scheduler:
     given = {"num_blocks": 64, "block_size": 4, "micro_batches": 1, "max_num_batched_tokens": 64}
     given |= {"num_speculative_tokens": 3, "prefix_cache": False}
     return Scheduler(SchedulerConfig(**{**given, **changes}), 1, create_draft_source=Says)
@@ -175,6 +179,38 @@ def test_wrong_forced_tokens_cost_only_their_rows() -> None:
     emissions = say(made, sent(made.next_batch(0.0)), 9)
     assert told(emissions) == [(12, 9, None)]
     assert sent(made.next_batch(0.0)).slices[0].start == 12
+
+
+# --- tokens that the last stage foretells ---------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("percents", "drafts"), [((90, 80, 70), (60, 61, 62)), ((1,), (102, 103, 104))]
+)
+def test_foretold_tokens_become_the_next_drafts(
+    percents: tuple[int, ...], drafts: tuple[int, ...]
+) -> None:
+    made = make_scheduler(profiles=(Profile(foretell_s=0.001),))
+    submit(made, "a")
+    batch = made.next_batch(0.0)
+    assert batch is not None
+    # The last stage gets the prompt, and may foretell after its first token, too.
+    assert [each.ids for each in batch.controls if isinstance(each.body, History)] == [
+        tuple(range(10))
+    ]
+    say(made, sent(batch), 50)
+    volume = sent(made.next_batch(0.0))
+    assert (volume.max_foretold, volume.min_probability) == (3, 0.0)
+    choice = SampledId(0, 11, 7)
+    foretold = ForetoldTokens(0, (60, 61, 62), percents)
+    made.on_sampled(SamplerOutput(volume.seq, (choice,), (), (), (foretold,)), {}, 0.0)
+    made.validate()
+    assert sent(made.next_batch(0.0)).slices[0].drafts == drafts
+
+
+def test_without_a_layer_for_it_no_token_is_foretold() -> None:
+    volume = sent(prefilled().next_batch(0.0))
+    assert volume.max_foretold == 0
 
 
 # --- the end within drafts ------------------------------------------------------------------------

@@ -381,6 +381,9 @@ def write_model(
     ``overrides`` are fields of its config; of one that sees, ``vision_config`` and ``outer_config``
     are others'. Weights are large enough for logits to differ clearly.
     """
+    if family == "mimo":  # transformers doesn't know it
+        given = {"dtype": dtype, "max_shard_size": max_shard_size, **overrides}
+        return make_mimo(add_draft_layer(write_model(folder, "qwen2", seed, **given)))
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -441,25 +444,69 @@ def _randomize_weights(model: Any, family: str) -> None:
             buffer.normal_(0, 0.1)
 
 
+#: What MiMo calls the parts of such a layer.
+MIMO_NAMES = {
+    "enorm": "token_layernorm",
+    "hnorm": "hidden_layernorm",
+    "eh_proj": "input_proj",
+    "shared_head.norm": "final_layernorm",
+}
+
+
+def make_mimo(folder: Path) -> Path:
+    """Turn a small Qwen2 with such a layer into a MiMo."""
+    from safetensors.torch import load, save_file
+
+    path = folder / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    config |= {
+        "architectures": ["MiMoForCausalLM"],
+        "model_type": "mimo",
+        "num_nextn_predict_layers": 1,
+    }
+    path.write_text(json.dumps(config), encoding="utf-8")
+    prefix, renamed = f"model.layers.{config['num_hidden_layers']}.", {}
+    for name, tensor in load((folder / "model.safetensors").read_bytes()).items():
+        inner = name.removeprefix(prefix)
+        if inner == name:
+            renamed[name] = tensor
+        elif not inner.startswith(("embed_tokens", "shared_head.head")):
+            module = inner.removesuffix(".weight")
+            inner = f"{MIMO_NAMES[module]}.weight" if module in MIMO_NAMES else inner
+            renamed[f"model.mtp_layers.0.{inner}"] = tensor
+    save_file(renamed, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
 def add_draft_layer(folder: Path) -> Path:
-    """Add a multi-token prediction layer to a small model, as GLM-4.5 has one after its last."""
+    """Add a random multi-token prediction layer to a small model of random weights.
+
+    It is like the last one, and named as in DeepSeek-V3 and GLM-4.5.
+    """
     import torch
     from safetensors.torch import load, save_file
 
     tensors = load((folder / "model.safetensors").read_bytes())
     config = ModelConfig.load_folder(folder)
     last, added = f"model.layers.{config.layers - 1}.", f"model.layers.{config.layers}."
+    generator = torch.Generator().manual_seed(9)
+
+    def shuffle(tensor: Any) -> Any:
+        order = torch.randperm(tensor.numel(), generator=generator)
+        return tensor.flatten()[order].view(tensor.shape)
+
     made = {
-        added + name.removeprefix(last): tensor.clone()
+        added + name.removeprefix(last): shuffle(tensor)
         for name, tensor in tensors.items()
         if name.startswith(last)
     }
     table, norm = tensors["model.embed_tokens.weight"], tensors["model.norm.weight"]
     made[f"{added}embed_tokens.weight"] = table.clone()
     made[f"{added}shared_head.head.weight"] = table.clone()
-    made[f"{added}eh_proj.weight"] = torch.zeros(len(norm), 2 * len(norm), dtype=norm.dtype)
+    joined = torch.randn(len(norm), 2 * len(norm), generator=generator)
+    made[f"{added}eh_proj.weight"] = (joined * (2 * len(norm)) ** -0.5).to(norm.dtype)
     made |= {
-        f"{added}{name}.weight": norm.clone() for name in ("enorm", "hnorm", "shared_head.norm")
+        f"{added}{name}.weight": shuffle(norm) for name in ("enorm", "hnorm", "shared_head.norm")
     }
     save_file(tensors | made, folder / "model.safetensors", {"format": "pt"})
     return folder

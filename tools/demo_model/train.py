@@ -121,7 +121,8 @@ def _make_row(pool: Sequence[Sample], stream: Iterator[int], length: int) -> Sam
     )
 
 
-def _make_optimizers(network: torch.nn.Module, plan: Plan) -> list[torch.optim.Optimizer]:
+def make_optimizers(network: torch.nn.Module, plan: Plan) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices, AdamW for the rest."""
     matrices: list[torch.nn.Parameter] = []
     others: list[torch.nn.Parameter] = []
     for name, parameter in network.named_parameters():
@@ -145,6 +146,13 @@ def _compute_rate(step: int, plan: Plan) -> float:
     return plan.rate * min((step + 1) / plan.warmup, max(left, 0.01), 1.0)
 
 
+def set_rate(optimizers: Sequence[torch.optim.Optimizer], step: int, plan: Plan) -> None:
+    """Set the rate of a step."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = _compute_rate(step, plan)
+
+
 def _compute_loss(
     network: torch.nn.Module, ids: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
@@ -158,12 +166,10 @@ def _compute_loss(
 def train_network(network: Qwen2ForCausalLM, pool: Sequence[Sample], plan: Plan) -> None:
     """Train in place; progress goes to stderr as JSON lines."""
     network.train()
-    optimizers = _make_optimizers(network, plan)
+    optimizers = make_optimizers(network, plan)
     started, recent = time.monotonic(), 0.0
     for step, (ids, weights) in enumerate(islice(make_batches(pool, plan.seed), plan.steps)):
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = _compute_rate(step, plan)
+        set_rate(optimizers, step, plan)
         loss = _compute_loss(network, ids, weights)
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from molink.facts.drafts import DraftBatch, DraftRequest, DraftResults, DraftTokens
 from molink.stage.batch import SequenceRows, StageInput
+from molink.stage.sampling.greedy import find_likeliest
 from molink.stage.stage import Stage
 
 log = logging.getLogger(__name__)
@@ -174,11 +175,7 @@ class DraftProposer:
 
     def _pick_drafts(self, requested: Sequence[_DraftState], logits: Tensor) -> list[_DraftState]:
         """Append the likeliest token of each; return the requests that continue."""
-        likeliest = logits.max(dim=1)
-        probabilities = (likeliest.values - logits.logsumexp(dim=1)).exp().tolist()
-        for each, token, probability in zip(
-            requested, likeliest.indices.tolist(), probabilities, strict=True
-        ):
+        for each, token, probability in zip(requested, *find_likeliest(logits), strict=True):
             if not math.isfinite(probability):
                 each.is_finished = True
                 continue

@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -102,6 +103,8 @@ def _load_stage(
             f"a context of {start.max_model_len} tokens is more than the model's "
             f"{folder.config.max_model_len}"
         )
+    if not start.settings.num_speculative_tokens:
+        folder = replace(folder, config=replace(folder.config, mtp=None))
     limit_memory(start.device, start.memory_limit)
     disabled_kernels = _check_kernels(start, folder, start.quantize)
     _require_planes(start, folder, disabled_kernels)

@@ -1,7 +1,9 @@
 """A stage's state of each request."""
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from molink.facts.images import ImageSpan
@@ -29,9 +31,10 @@ class StageRequest:
     where recurrent layers keep its state, copied from the slot ``copy_from_state`` before its first
     rows (-1: no more, or never), ``adapter`` the number of its adapter,
     ``images`` those of its prompt. On the last stage,
-    ``history`` holds its tokens where penalties or a grammar must be restored, ``matcher``
-    its grammar, and ``last_sampled`` the position and token sampled last. ``failed`` is set once a
-    step failed here or at an earlier stage: its KV is invalid from then on.
+    ``history`` holds its tokens where penalties or a grammar must be restored, ``known_tokens``
+    those at its admission in order, ``matcher`` its grammar, and ``last_sampled`` the position and
+    token sampled last. ``failed`` is set once a step failed here or at an earlier stage: its KV is
+    invalid from then on.
     """
 
     sampling_params: SamplingParams
@@ -43,6 +46,7 @@ class StageRequest:
     images: "tuple[StageImage, ...]" = ()
     blocks: list[int] = field(default_factory=list)
     history: "TokenHistory" = field(default_factory=_empty_history)
+    known_tokens: "array[int]" = field(default_factory=partial(array, "i"))
     failed: bool = False
     matcher: "GrammarMatcher | None" = None
     last_sampled: tuple[int, int] = (-1, -1)
@@ -89,8 +93,10 @@ class RequestTable:
         """Add tokens (``i32``) from position ``first`` on; fragments arrive in order."""
         state = self._requests[request]
         split = max(0, min(len(ids), state.prompt_tokens - first))
-        state.history.add_prompt(ids[:split])
-        state.history.add_generated(ids[split:])
+        state.known_tokens.extend(ids)
+        if state.sampling_params.needs_history:
+            state.history.add_prompt(ids[:split])
+            state.history.add_generated(ids[split:])
         if state.matcher is not None:
             state.matcher.add_tokens(ids[split:])
 

@@ -12,6 +12,7 @@ from molink.stage.device_copy import download_rows
 from molink.stage.stage import Stage
 from molink.stage.torch_dtypes import TORCH_DTYPES
 from molink.wire.messages.data_plane import RequestSlice, Volume
+from molinkd.worker.foretelling import foretell_step
 from molinkd.worker.image_rows import collect_image_rows
 from molinkd.worker.request_table import RequestTable, StageRequest
 from molinkd.worker.sampler import plan_sampling, pool_step, sample_step
@@ -67,7 +68,10 @@ def run_step(
     if stage.is_last and not stage.config.has_output_head:
         return pool_step(step_inputs, requests, wanted, output.rows)
     if stage.is_last:
-        return sample_step(step_inputs, requests, wanted, output)
+        results = sample_step(step_inputs, requests, wanted, output)
+        if output.normed is None:
+            return results
+        return foretell_step(stage, requests, step_inputs, output.normed, results)
     return _split_output(requests, step_inputs, output.rows)
 
 

@@ -35,7 +35,7 @@ _DEFAULT_PASSES = 3.0
 #: result raises the slowdown; and its decay with each volume without requests.
 _SMOOTHING, _SLOWER, _EASING = 0.2, 4.0, 0.002
 #: Lower bound of the assumed success of drafts.
-_MIN_SUCCESS = 0.01
+MIN_SUCCESS = 0.01
 
 
 @dataclass(slots=True, eq=False)
@@ -125,7 +125,7 @@ class DraftModelQueue:
             behind = len(state.tokens) - self._known_tokens(state)
             if behind <= _SOON:
                 # The model's probabilities overestimate by its success ratio.
-                said = least / max(_MIN_SUCCESS, drafter.model_record.success_ratio)
+                said = least / max(MIN_SUCCESS, drafter.model_record.success_ratio)
                 self._add_request(state, drafter, min(MAX_MODEL_DRAFTS, room), min(1.0, said))
             elif model.profile.prefill_s(behind) * self._slowdown <= _PAYBACK_TOKENS * saved:
                 self._add_request(state, drafter, 0, 0.0)

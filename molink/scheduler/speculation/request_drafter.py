@@ -228,8 +228,8 @@ class RequestDrafter:
 
     @property
     def is_proven(self) -> bool:
-        """Whether drafts were right more often than expected."""
-        return self._record.success_ratio > 1.0
+        """Whether drafts as in the last proposal were right more often than expected."""
+        return self._record_of(self._proposal).success_ratio > 1.0
 
     @property
     def best_probability(self) -> float:

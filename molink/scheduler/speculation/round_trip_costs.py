@@ -50,6 +50,12 @@ class RoundTripCosts:
         self._round_trips.clear()
         self._balanced_rows.clear()
 
+    @property
+    def foretell_s(self) -> float:
+        """Seconds of another token that the last stage foretells."""
+        profiles = self._ring_times.profiles
+        return profiles[-1].foretell_s if profiles else 0.0
+
     def round_trip_s(self, drafts: int, load: RingLoad, drafting_s: float = 0.0) -> float:
         """Seconds per token of a stream with ``drafts`` in its volume; 0 if unknown.
 

@@ -19,15 +19,20 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 
-from molink.facts.drafts import AUTO_DRAFTS, MAX_DRAFTS
+from molink.facts.drafts import AUTO_DRAFTS, MAX_DRAFTS, DraftTokens
 from molink.facts.ring_times import LinkFacts, RingTimes
 from molink.scheduler.config import SchedulerConfig
 from molink.scheduler.request_state import RequestState
 from molink.scheduler.speculation.base import DraftSource
-from molink.scheduler.speculation.draft_model_queue import MARGIN, DraftModelQueue
+from molink.scheduler.speculation.draft_model_queue import (
+    MARGIN,
+    MAX_MODEL_DRAFTS,
+    MIN_SUCCESS,
+    DraftModelQueue,
+)
 from molink.scheduler.speculation.request_drafter import DraftRecord, DraftYield, RequestDrafter
 from molink.scheduler.speculation.round_trip_costs import RingLoad, RoundTripCosts
-from molink.wire.messages.data_plane import SampledId
+from molink.wire.messages.data_plane import ForetoldTokens, SampledId
 
 #: Tokens proposed at once.
 _MAX_PROPOSED = 128
@@ -76,6 +81,25 @@ class Speculation:
         """Request drafts from the model for requests that can decode on."""
         each = [(state, self._drafter_of(state), _draft_room(state)) for state in requests]
         self.draft_queue.request_drafts(each, load.rounded_context)
+
+    def bound_foretelling(self, load: RingLoad) -> tuple[int, float]:
+        """How many tokens the last stage may foretell after each that it samples.
+
+        It stops where the probability that all are right is below the second number: each costs its
+        own time and that of one more row.
+        """
+        if not self._config.has_foretold_tokens:
+            return 0, 0.0
+        if not self._auto:
+            return self._config.num_speculative_tokens, 0.0
+        load = replace(load.rounded_context, has_prefill=False)
+        before, after = (self._costs.round_trip_s(drafts, load) for drafts in (0, 1))
+        if not before:
+            return 0, 0.0
+        cost = load.rows * (after - before) + self._costs.foretell_s
+        success = max(MIN_SUCCESS, self.draft_queue.draft_record.success_ratio)
+        least = MARGIN * cost / before / success
+        return (MAX_MODEL_DRAFTS, least) if least < 1 else (0, 0.0)
 
     def choose_drafts(
         self,
@@ -151,6 +175,13 @@ class Speculation:
     def on_forced(self, state: RequestState, tokens: Sequence[int]) -> None:
         """Record that a grammar forces ``tokens`` after those of the request."""
         self._drafter_of(state).on_forced(len(state.tokens), tokens)
+
+    def on_foretold(self, state: RequestState, drafts: ForetoldTokens) -> None:
+        """Record what the last stage foretells after the tokens of the request."""
+        probabilities = tuple(percent / 100 for percent in drafts.percents)
+        self._drafter_of(state).on_model_drafts(
+            len(state.tokens), DraftTokens(-1, drafts.tokens, probabilities)
+        )
 
     def _drafter_of(self, state: RequestState) -> RequestDrafter:
         if state.drafter is None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from molink.checkpoint.config import ModelConfig
+from molink.checkpoint.tensor_layout import mtp_layers
 from molink.checkpoint.traits import HeadShape
 from molink.facts.model import KVCacheDType
 from molink.stage.attention.token_choice import TokenChoice
@@ -65,11 +66,13 @@ class AttentionShape:
     ) -> "AttentionShape":
         """Shape of a model's layers ``first:last`` that have such ``heads``, or the first one's.
 
-        Without attention, as of one with it.
+        Without attention, as of one with it. At the last stage the layer that foretells tokens is
+        included.
         """
-        attended = [layer for layer in range(*layers) if config.has_attention(layer)]
+        behind = mtp_layers(config) if layers[1] == config.layers else ()
+        attended = [layer for layer in (*range(*layers), *behind) if config.has_attention(layer)]
         heads = heads or config.head_shape(attended[0] if attended else 0)
-        windows = (config.windows[one] for one in attended if config.head_shape(one) == heads)
+        windows = (config.layer_window(one) for one in attended if config.head_shape(one) == heads)
         return cls(
             kv_heads=heads.kv_heads,
             groups=config.heads // heads.kv_heads,

@@ -146,7 +146,7 @@ def load_block(
     host: HostExperts | None = None,
 ) -> DecoderBlock:
     """Load the model's layer ``layer``, the ``index``-th of its kind in the stage."""
-    prefix, norms = f"model.layers.{layer}.", config.layer_norms(layer)
+    prefix, norms = config.layer_prefix(layer), config.layer_norms(layer)
 
     def norm(name: str | None, otherwise: torch.dtype = reader.dtype) -> Norm:
         if name is None:
@@ -178,7 +178,7 @@ def _load_parts(
     host: HostExperts | None,
 ) -> tuple[Mixer, Mlp | None]:
     """Load a layer's mixer and MLP; the mixer contains a parallel MLP, or one by itself."""
-    prefix, mixer = f"model.layers.{layer}.", None
+    prefix, mixer = config.layer_prefix(layer), None
     if layer not in (config.mlp_layers or ()):
         mixer = _load_mixer(reader, config, operators, layer, index)
         if not config.has_mlp(layer):

@@ -1,6 +1,6 @@
 """The part of a decoder that a stage holds."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -11,10 +11,10 @@ from molink.checkpoint.tensor_layout import EMBEDDING_NAME, FINAL_NORM_NAME, OUT
 from molink.errors import InvariantError
 from molink.stage.decoder.block import DecoderBlock, HostExperts, load_block, load_norm, run_blocks
 from molink.stage.decoder.mixer import ForwardContext
+from molink.stage.decoder.mtp import MtpModule, load_mtp
 from molink.stage.decoder.norm import Norm
 from molink.stage.decoder.operators import RowOperators
 from molink.stage.decoder.split_experts import SplitExpertMlp
-from molink.stage.device_copy import upload_integers
 from molink.stage.linear import EmbeddingTable, Projection
 from molink.stage.vision.tower import VisionTower, load_tower
 from molink.stage.weights.weight_reader import WeightReader
@@ -35,6 +35,8 @@ class Decoder:
     output_head: Projection | None
     embedding_scale: float = 1.0
     vision: VisionTower | None = None
+    #: Foretells tokens, at the last stage of some models.
+    mtp: MtpModule | None = None
 
     @property
     def capturable(self) -> bool:
@@ -44,10 +46,13 @@ class Decoder:
     @property
     def nbytes(self) -> int:
         """Bytes of memory; tied embeddings count once."""
+        table = None if self.mtp is None else self.mtp.embedding
+        every = (self.embedding, table, self.norm, self.output_head, self.vision)
         ends: dict[int, Norm | EmbeddingTable | Projection | VisionTower | None] = {
-            id(part): part for part in (self.embedding, self.norm, self.output_head, self.vision)
+            id(part): part for part in every
         }
-        return sum(part.nbytes for part in (*ends.values(), *self.blocks) if part is not None)
+        parts = (*ends.values(), *self.blocks, self.mtp)
+        return sum(part.nbytes for part in parts if part is not None)
 
     @property
     def host_nbytes(self) -> int:
@@ -62,7 +67,7 @@ class Decoder:
     @property
     def step_bytes(self) -> int:
         """Bytes of weights read per step, without the embedding."""
-        parts = (self.norm, self.output_head, *self.blocks)
+        parts = (self.norm, self.output_head, *self.blocks, self.mtp)
         return sum(part.nbytes for part in parts if part is not None)
 
     def embed_tokens(self, tokens: Tensor) -> Tensor:
@@ -81,20 +86,21 @@ class Decoder:
         """Run rows ``[T, hidden]`` through all layers (see :func:`.run_blocks`)."""
         return run_blocks(self.blocks, rows, context, between_layers)
 
-    def compute_logits(self, rows: Tensor, wanted: Sequence[int]) -> Tensor:
-        """Compute float32 logits ``[len(wanted), vocab_size]`` of rows ``wanted``.
-
-        Without an output head: the normed rows ``[len(wanted), hidden]``, in float32.
-        """
+    def normalize_rows(self, rows: Tensor) -> Tensor:
+        """Rows ``[T, hidden]`` after the model's last norm."""
         if self.norm is None:
             raise InvariantError("a stage without the final norm can't compute logits")
+        return self.norm(rows)
+
+    def compute_logits(self, normed: Tensor) -> Tensor:
+        """Float32 logits ``[T, vocab_size]`` of normed rows.
+
+        Without an output head: the rows in float32.
+        """
         head, config = self.output_head, self.config
-        if not wanted:
+        if not len(normed):
             width = config.hidden_size if head is None else config.vocab_size
-            return rows.new_empty(0, width, dtype=torch.float32)
-        if tuple(wanted) != tuple(range(len(rows))):
-            rows = rows.index_select(0, upload_integers(wanted, rows.device))
-        normed = self.norm(rows)
+            return normed.new_empty(0, width, dtype=torch.float32)
         if head is None:
             return normed.float()
         logits = head(normed).float()
@@ -113,6 +119,7 @@ class HeldWeights:
     norm: Norm | None = None
     output_head: Projection | None = None
     vision: VisionTower | None = None
+    mtp: MtpModule | None = None
 
     @classmethod
     def from_decoder(
@@ -136,6 +143,7 @@ class HeldWeights:
             decoder.norm if closes else None,
             decoder.output_head if closes else None,
             decoder.vision if ends[0][0] and ends[1][0] else None,
+            decoder.mtp if closes else None,
         )
 
 
@@ -176,12 +184,20 @@ def load_decoder(
         vision = load_tower(reader, config.vision)
     if closes and norm is None:
         norm = load_norm(reader, config, operators, FINAL_NORM_NAME)
-    if opens and closes and config.tied_embeddings and embedding is None:
-        both = reader.load_tied_embedding(EMBEDDING_NAME)
-        return Decoder(config, both, tuple(blocks), norm, both, scale, vision)
-    if opens and embedding is None:
+    mtp_shape = config.mtp if closes else None
+    if embedding is None and held.mtp is not None:
+        embedding = held.mtp.embedding
+    embeds = opens or mtp_shape is not None
+    if embeds and closes and config.tied_embeddings and embedding is None:
+        embedding = head = reader.load_tied_embedding(EMBEDDING_NAME)
+    if embeds and embedding is None:
         embedding = reader.load_embedding(EMBEDDING_NAME)
     if closes and head is None and config.has_output_head:
         name = EMBEDDING_NAME if config.tied_embeddings else OUTPUT_HEAD_NAME
         head = reader.load_projection([name.removesuffix(".weight")], config.head_bias)
-    return Decoder(config, embedding, tuple(blocks), norm, head, scale, vision)
+    mtp, index = None, config.count_attention(layers)
+    if mtp_shape is not None and embedding is not None:
+        mtp = held.mtp or load_mtp(reader, config, mtp_shape, operators, embedding, index)
+        mtp = mtp.with_index(index, embedding)
+    first_table = embedding if opens else None
+    return Decoder(config, first_table, tuple(blocks), norm, head, scale, vision, mtp)

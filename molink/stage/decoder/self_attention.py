@@ -94,7 +94,7 @@ def load_attention(
     index: int,
 ) -> SelfAttention:
     """Load the attention of the model's layer ``layer``, ``index``-th in the stage's KV pool."""
-    prefix = f"model.layers.{layer}."
+    prefix = config.layer_prefix(layer)
     qkv, output = _load_projections(reader, config, layer)
     shape = config.head_shape(layer)
     return SelfAttention(
@@ -120,7 +120,7 @@ def _load_projections(
     reader: WeightReader, config: ModelConfig, layer: int
 ) -> tuple[Projection, Projection]:
     """Load the projections of rows to heads, and of attended heads to rows."""
-    prefix = f"model.layers.{layer}."
+    prefix = config.layer_prefix(layer)
     if config.latent is not None:
         return load_latent_attention(reader, config, config.latent, prefix)
     names = [prefix + name for name in attention_projections(config, layer)]
@@ -141,7 +141,7 @@ def _load_qk_norm(reader: WeightReader, config: ModelConfig, layer: int) -> Quer
         weight = torch.ones(config.heads + shape.kv_heads, shape.head_dim, device=reader.device)
     else:
         queries, keys = (
-            reader.read_tensors(f"model.layers.{layer}.self_attn.{name}.weight")
+            reader.read_tensors(f"{config.layer_prefix(layer)}self_attn.{name}.weight")
             .view(-1, shape.head_dim)
             .expand(count, -1)
             for name, count in zip(

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
-from molink.stage.batch import SequenceRows, StageInput
+from molink.stage.batch import MtpInput, SequenceRows, StageInput
 from molink.stage.diagnostics.timing import (
     DECODE_ROWS,
     DEEP_CONTEXT,
@@ -14,6 +14,7 @@ from molink.stage.diagnostics.timing import (
     SHORT_CONTEXT,
 )
 from molink.stage.out_of_memory import empty_device_cache, is_out_of_memory
+from molink.stage.sampling.greedy import find_likeliest
 from molink.stage.sampling.logits_processors import SampleRow
 from molink.stage.sampling.sampler import sample_tokens
 from molink.stage.stage import Stage
@@ -47,7 +48,8 @@ class StagePasses:
         config = stage.config
         self._tokens = torch.arange(_MAX_ROWS) * _TOKEN_STRIDE % config.vocab_size
         generator = torch.Generator().manual_seed(0)
-        shape = (0 if stage.is_first else _MAX_ROWS, config.hidden_size)
+        rows = int(stage.has_mtp) if stage.is_first else _MAX_ROWS
+        shape = (rows, config.hidden_size)
         hidden = torch.randn(shape, generator=generator)
         self._hidden = hidden.to(TORCH_DTYPES[stage.wire_dtype])
 
@@ -82,6 +84,13 @@ class StagePasses:
             [SequenceRows(before, rows, self._block_table(before + rows, 0))], (rows - 1,)
         )
 
+    def run_foretelling(self) -> None:
+        """Foretell one more token of one request."""
+        rows = SequenceRows(0, 1, self._block_table(1, 0))
+        normed = self._hidden[:1].to(self._stage.device)
+        self._foretell(normed, [rows], (0,))
+        self._synchronize()
+
     def capture_graphs(self) -> None:
         """Capture the CUDA graphs of a profile's passes; one takes far longer than a pass."""
         context = min(SHORT_CONTEXT, self.max_context - 1)
@@ -97,6 +106,19 @@ class StagePasses:
         count = -(-tokens // self._block_size)
         places = range(request * count, (request + 1) * count)
         return [self._blocks[place % len(self._blocks)] for place in places]
+
+    def _synchronize(self) -> None:
+        if self._stage.device.type == "cuda":
+            torch.cuda.synchronize(self._stage.device)
+
+    def _foretell(
+        self, normed: torch.Tensor, sequences: Sequence[SequenceRows], wanted: Sequence[int]
+    ) -> None:
+        tokens = self._tokens[: len(normed)].tolist()
+        made = self._stage.foretell_tokens(
+            MtpInput(normed, tokens, tuple(sequences), tuple(wanted))
+        )
+        find_likeliest(made.logits)
 
     def _run_pass(self, sequences: Sequence[SequenceRows], wanted: Sequence[int]) -> None:
         stage = self._stage
@@ -114,8 +136,9 @@ class StagePasses:
                 sample_tokens(output.rows, sampled, output.greedy)
             else:
                 output.rows.cpu()  # as for sending
-            if stage.device.type == "cuda":
-                torch.cuda.synchronize(stage.device)
+            if output.normed is not None:
+                self._foretell(output.normed, sequences, wanted)
+            self._synchronize()
         except Exception as error:
             if not is_out_of_memory(error):
                 raise

@@ -13,6 +13,7 @@ from molink.checkpoint.tensor_layout import (
     attention_projections,
     layer_tensors,
     mlp_projections,
+    mtp_layers,
     stage_tensors,
 )
 from molink.checkpoint.traits import Activation
@@ -146,9 +147,11 @@ def _find_low_bit(
 def _projection_shapes(config: ModelConfig) -> set[tuple[int, int]]:
     """Shapes of all projections, merged ones included."""
     found = {(config.vocab_size, config.hidden_size)}
-    for layer in range(config.layers):
+    if config.mtp is not None:
+        found.add((config.hidden_size, 2 * config.hidden_size))
+    for layer in (*range(config.layers), *mtp_layers(config)):
         weights = {
-            name.removeprefix(f"model.layers.{layer}.").removesuffix(".weight"): (
+            name.removeprefix(config.layer_prefix(layer)).removesuffix(".weight"): (
                 shape[0],
                 shape[1],
             )

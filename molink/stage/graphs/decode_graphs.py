@@ -78,7 +78,9 @@ class DecodeGraphs:
             dtype=residual_dtype(layers.dtype) if layers.is_last else layers.wire_dtype,
             device=device,
         )
-        rows = min(rows, GRAPH_LOGIT_ROWS) if layers.is_last else 0
+        # Rows from which tokens are foretold have to stay.
+        has_logits = layers.is_last and not layers.has_mtp
+        rows = min(rows, GRAPH_LOGIT_ROWS) if has_logits else 0
         self._logits = torch.zeros(rows, config.vocab_size, device=device)
         self._greedy = torch.zeros(rows, 2, dtype=torch.int64, device=device)
         #: Input, which graphs share where it fits.
@@ -151,7 +153,7 @@ class DecodeGraphs:
         graph.replay()
         rows, wanted = graph.output[: len(step)], step.batch.logit_rows
         if graph.greedy is None:
-            return StageOutput(self._layers.finish_rows(rows, wanted))
+            return self._layers.finish_rows(rows, wanted)
         greedy = graph.greedy[: len(step)]
         if wanted == tuple(range(len(step))):
             return StageOutput(rows, greedy)
@@ -176,7 +178,7 @@ class DecodeGraphs:
                 step = replace(step, batch=replace(step.batch, logit_rows=tuple(range(len(step)))))
             plain: list[Tensor] = []
             given: list[Tensor] = []
-            eager = self._capturer.time_work(lambda: plain.append(self._layers.run_step(step)))
+            eager = self._capturer.time_work(lambda: plain.append(self._layers.run_step(step).rows))
             replayed = self._capturer.time_work(
                 lambda: given.append(self._replay_graph(graph, step).rows)
             )
@@ -254,7 +256,7 @@ class DecodeGraphs:
             begun = layers.widen_rows(given) if tokens is None else layers.embed_tokens(tokens)
             result = layers.decoder.run_layers(begun, context)
             if greedy is not None:
-                result = layers.finish_rows(result, range(rows))
+                result = layers.finish_rows(result, range(rows)).rows
                 greedy.copy_(find_greedy(result, result))
             output.copy_(result)
 

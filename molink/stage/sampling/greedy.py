@@ -21,6 +21,13 @@ def find_greedy(final: Tensor, logits: Tensor) -> Tensor:
     return torch.stack((tokens, usable.to(tokens.dtype)), dim=1)
 
 
+def find_likeliest(logits: Tensor) -> tuple[list[int], list[float]]:
+    """Each row's likeliest token in ``logits`` ``[n, V]``, and its probability; NaN if unusable."""
+    values, tokens = _find_maxima(logits)
+    probabilities = (values - logits.logsumexp(dim=-1)).exp()
+    return tokens.tolist(), probabilities.tolist()
+
+
 def block_maxima(logits: Tensor) -> Tensor | None:
     """Maximum per block ``[n, V / BLOCK_TOKENS]``; ``None`` if the vocabulary isn't a multiple."""
     if logits.shape[1] % BLOCK_TOKENS or not logits.is_contiguous():

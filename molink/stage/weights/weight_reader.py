@@ -15,7 +15,7 @@ from molink.checkpoint.experts import Routing
 from molink.checkpoint.low_bit import LowBitScheme, find_resident_format
 from molink.checkpoint.model_folder import ModelFolder
 from molink.checkpoint.prequantized import companion_names
-from molink.checkpoint.quantized_size import can_hold, is_quantizable
+from molink.checkpoint.quantized_size import LAYER_PREFIXES, can_hold, is_quantizable
 from molink.checkpoint.safetensors_header import FLOAT_DTYPES
 from molink.checkpoint.stacked_experts import StackedExpert, find_stack
 from molink.checkpoint.tensor_layout import TensorShapes, layer_tensors
@@ -162,7 +162,7 @@ class WeightReader:
     def _low_bit_scheme(self, name: str) -> LowBitScheme | None:
         """Low-bit scheme in which a weight is stored, if any."""
         scheme = self._folder.config.low_bit
-        if scheme is None or not name.startswith("model.layers."):
+        if scheme is None or not name.startswith(LAYER_PREFIXES):
             return None
         return scheme if scheme.is_stored(name, self._folder.tensors) else None
 
@@ -386,7 +386,7 @@ class WeightReader:
         return self._folder.tensors[name if stack is None else stack.names[0]].dtype
 
     def _becomes_quantized(self, names: Sequence[str]) -> bool:
-        if self._mode == "none" or not names[0].startswith("model.layers."):
+        if self._mode == "none" or not names[0].startswith(LAYER_PREFIXES):
             return False
         if self._folder.config.quantized != "none":
             # If all of them were left unquantized on purpose, they stay so.

@@ -126,6 +126,7 @@ def plan_files(config: ModelConfig, manifest: Manifest, first: int, last: int) -
         BrokenModel: the model has no such layers, or as :func:`plan_group`.
         UnsupportedModel: see :func:`plan_group`.
     """
+    config = config.drop_absent_mtp(manifest.placed if manifest.shards else manifest.tensors)
     groups = group_tensors(config, first, last)
     stored = config.quantized, config.low_bit
     if not manifest.shards:

@@ -27,8 +27,8 @@ def stage_bytes(facts: ModelFacts, layers: LayerRange) -> int:
     first, last = layers
     opening = facts.first_bytes + facts.vision_bytes
     ends = opening * (first == 0) + facts.last_bytes * (last == facts.layers)
-    if facts.tied and last == facts.layers:
-        ends += facts.first_bytes
+    if last == facts.layers:
+        ends += facts.first_bytes * facts.tied + facts.layer_bytes * facts.mtp_layers
     weights = (last - first) * facts.layer_bytes + ends
     return round(_DTYPE_MARGIN * weights) + facts.extra_bytes + _HEADER_BYTES
 

@@ -5,8 +5,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import pytest
 import torch
+from safetensors.torch import load, save_file
 
 from molink.checkpoint.model_folder import ModelFolder
 from molink.facts.drafts import AUTO_DRAFTS, MAX_DRAFTS, DraftBatch, DraftModelFacts, DraftResults
@@ -22,6 +24,7 @@ from molink.wire.messages.serving import OutputToken
 from molinkd.worker.draft_proposer import DraftProposer
 from molinkd.worker.request_table import RequestTable
 from molinkd.worker.step import run_step
+from tests.support.models import add_draft_layer
 from tests.support.request_states import make_state
 from tests.support.rings import Stages, VirtualRing, WholeLink
 
@@ -287,3 +290,97 @@ def test_a_draft_model_with_few_blocks_changes_no_answer(
     found, counters = draft_model(folder, stages, num_speculative_tokens=3, **only)
     assert plain(found) == plain(without)
     assert counters["scheduler_preemptions_total"] > 0
+
+
+# --- tokens that the last stage foretells ---------------------------------------------------------
+
+#: As of other stages; another foretold token takes 1 ms.
+LAST_STAGE = msgspec.structs.replace(STAGE, foretell_s=0.001)
+
+
+class NoDrafts:
+    """Leaves all drafts to the last stage."""
+
+    def propose_drafts(self, tokens: Sequence[int], count: int) -> DraftProposal:
+        return DraftProposal()
+
+
+def foretold(
+    stages: Sequence[Stage], drafts: int, **asked: Any
+) -> tuple[dict[str, list[OutputToken]], dict[str, float]]:
+    profiles = (STAGE, STAGE, LAST_STAGE)
+    return answers(stages, drafts, asked.pop("source", NoDrafts), profiles=profiles, **asked)
+
+
+@pytest.fixture(scope="module")
+def random_mtp(make_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Sequence[Stage]:
+    made = add_draft_layer(make_model(tmp_path_factory.mktemp("random"), "glm4_moe"))
+    folder = ModelFolder.open(made)
+    return [Stage.load_layers(folder, layers, "cpu", "f32") for layers in STAGES]
+
+
+@pytest.fixture(scope="module")
+def right_mtp(make_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Sequence[Stage]:
+    """A model whose next token depends on the last one only, so that one layer can foretell it."""
+    made = make_model(tmp_path_factory.mktemp("right"), "glm4_moe", first_k_dense_replace=4)
+    path = add_draft_layer(made) / "model.safetensors"
+    tensors = load(path.read_bytes())
+    for name, tensor in tensors.items():
+        inner, _, layer = name.partition("layers.")
+        if inner and layer and (name.endswith("o_proj.weight") or layer[0] in "12"):
+            if not name.endswith("norm.weight"):
+                tensor.zero_()
+        elif layer.startswith("3.") and (same := f"model.layers.0.{layer[2:]}") in tensors:
+            tensors[name] = tensors[same].clone()
+    table = tensors["model.embed_tokens.weight"]
+    table /= table.pow(2).mean(dim=1, keepdim=True).sqrt()
+    added, hidden = "model.layers.3.", table.shape[1]
+    for norm in ("enorm", "hnorm"):
+        tensors[f"{added}{norm}.weight"].fill_(1.0)
+    tensors[f"{added}shared_head.norm.weight"] = tensors["model.norm.weight"].clone()
+    tensors[f"{added}eh_proj.weight"] = torch.eye(hidden, 2 * hidden)
+    save_file(tensors, path, {"format": "pt"})
+    folder = ModelFolder.open(made)
+    return [Stage.load_layers(folder, layers, "cpu", "f32") for layers in STAGES]
+
+
+@pytest.mark.parametrize(("count", "source"), [(3, NoDrafts), (AUTO_DRAFTS, PromptLookup)])
+def test_foretold_tokens_change_no_answer(
+    random_mtp: Sequence[Stage], count: int, source: Any
+) -> None:
+    without, _ = answers(random_mtp, 0, count=12)
+    found, counters = foretold(random_mtp, count, source=source, count=12)
+    assert plain(found) == plain(without)
+    assert counters["scheduler_draft_tokens_total"] > 20
+
+
+@pytest.mark.parametrize("count", [1, 5, AUTO_DRAFTS])
+def test_right_foretold_tokens_change_no_answer(right_mtp: Sequence[Stage], count: int) -> None:
+    without, before = answers(right_mtp, 0, asked=(0, 1, 2))
+    found, counters = foretold(right_mtp, count, asked=(0, 1, 2))
+    assert plain(found) == plain(without)
+    assert counters["scheduler_draft_tokens_accepted_total"] > 20
+    assert counters["scheduler_volumes_total"] < before["scheduler_volumes_total"]
+
+
+@pytest.mark.parametrize(("count", "ahead"), [(1, 0), (2, 3), (8, 0)])
+def test_greedy_foretold_tokens_are_all_right(
+    right_mtp: Sequence[Stage], count: int, ahead: int
+) -> None:
+    only: Any = {"samplings": ["greedy"], "asked": (1, 2)}
+    without, before = answers(right_mtp, 0, **only)
+    found, counters = foretold(right_mtp, count, lookahead_volumes=ahead, **only)
+    assert plain(found) == plain(without)
+    accepted = counters["scheduler_draft_tokens_accepted_total"]
+    # What lies behind the end of an answer is not verified.
+    assert counters["scheduler_draft_tokens_total"] - accepted < 3 * count
+    assert counters["seconds"] < 0.75 * before["seconds"]
+
+
+def test_few_blocks_and_foretold_tokens(right_mtp: Sequence[Stage]) -> None:
+    only: Any = {"samplings": ["penalties", "greedy"]}
+    without, _ = answers(right_mtp, 0, **only)
+    found, counters = foretold(right_mtp, 5, num_blocks=14, **only)
+    assert plain(found) == plain(without)
+    assert counters["scheduler_preemptions_total"] > 0
+    assert counters["scheduler_draft_tokens_accepted_total"] > 0

@@ -155,7 +155,7 @@ def test_top_logprobs_come_with_their_token(folder: ModelFolder) -> None:
 
 
 def test_history_needs_no_order_of_prompt_and_answer(tmp_path: Path) -> None:
-    made = table(0)
+    made = table(0, sampling=SamplingParams(repetition_penalty=1.1))
     made.add_history(0, 0, [1])
     made.add_history(0, 1, [2, 3])
     made.add_history(0, 3, [4])

@@ -98,6 +98,7 @@ def _describe_files(path: Path) -> ModelSummary:
     else:
         config = ModelConfig.load_folder(path)
         tensors = scan_tensors(path) if any(path.glob("*.safetensors")) else {}
+        config = config.drop_absent_mtp(tensors) if tensors else config
         license, has_template = _read_license(path), _has_chat_template(path)
     shapes = stage_tensors(config, 0, config.layers)
     return ModelSummary(
