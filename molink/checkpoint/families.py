@@ -138,6 +138,7 @@ ARCHITECTURES: dict[str, Family] = {
     "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3_text",
     "Gemma4ForCausalLM": "gemma4_text",
+    "Gemma4UnifiedForCausalLM": "gemma4_text",
     "Qwen2MoeForCausalLM": "qwen2_moe",
     "GlmForCausalLM": "glm",
     "Glm4ForCausalLM": "glm4",

@@ -22,7 +22,7 @@ from molink.errors import BrokenModel, UnsupportedModel
 def gemma4(fields: ConfigFields, layers: int) -> FamilyTraits:
     """Text model of Gemma 4, the larger ones: other heads in layers without windows."""
     for name in ("hidden_size_per_layer_input", "num_kv_shared_layers"):
-        if fields.get_count(name, 256 if name.startswith("hidden") else 0):
+        if fields.get_count(name, 0):
             raise UnsupportedModel(
                 f"{fields.where}: {name} (Gemma 4 E2B and E4B) is not supported: all stages would "
                 "need the tokens, or keys and values of others"

@@ -20,6 +20,7 @@ TEXT_MODELS = {
     "Cohere2VisionForConditionalGeneration": "cohere2",
     "Gemma3ForConditionalGeneration": "gemma3_text",
     "Gemma4ForConditionalGeneration": "gemma4_text",
+    "Gemma4UnifiedForConditionalGeneration": "gemma4_text",
     "Idefics3ForConditionalGeneration": "llama",
     "Llama4ForConditionalGeneration": "llama4_text",
     "Mistral3ForConditionalGeneration": "mistral",
@@ -34,6 +35,8 @@ _TEXT_DEFAULTS = {
     name: {"rms_norm_eps": 1e-5}
     for name in ("Idefics3ForConditionalGeneration", "SmolVLMForConditionalGeneration")
 }
+#: ``model_type`` of text models → another one of the same family.
+_SAME_TYPES = {"gemma4_unified_text": "gemma4_text"}
 #: Outer fields that concern the text model.
 _OUTER_FIELDS = (
     "dtype",
@@ -116,7 +119,8 @@ def extract_text_config(raw: Mapping[str, Any], where: str) -> Mapping[str, Any]
         raise BrokenModel(f"{where}: text_config is missing")
     outer = {key: raw[key] for key in _OUTER_FIELDS if raw.get(key) is not None}
     defaults = {"model_type": TEXT_MODELS[name], **_TEXT_DEFAULTS.get(name, {})}
-    return {**defaults, **inner, **outer, "architectures": None}
+    made = {**defaults, **inner, **outer, "architectures": None}
+    return {**made, "model_type": _SAME_TYPES.get(made["model_type"], made["model_type"])}
 
 
 def rename_tensors(found: Mapping[str, T], where: str) -> dict[str, T]:

@@ -1109,7 +1109,11 @@ def test_impossible_fields_are_named(
             "mlp_hidden_act 'silu' is not supported .only relu2",
         ),
         ("cohere2", {"use_qk_norm": True}, "use_qk_norm"),
-        ("gemma4_text", {}, "hidden_size_per_layer_input .Gemma 4 E2B and E4B"),
+        (
+            "gemma4_text",
+            {"hidden_size_per_layer_input": 256},
+            "hidden_size_per_layer_input .Gemma 4 E2B and E4B",
+        ),
         ("gemma4_text", GEMMA4 | {"num_kv_shared_layers": 2}, "num_kv_shared_layers"),
         ("gemma4_text", GEMMA4 | {"use_bidirectional_attention": "all"}, "use_bidirectional"),
         (

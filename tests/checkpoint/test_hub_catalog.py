@@ -51,6 +51,7 @@ GGUF_NAMES = {
     "gpt_oss": "gpt-oss",
     "granitemoehybrid": "granitehybrid",
     "lfm2_moe": "lfm2moe",
+    "llama4_text": "llama4",
     "mistral": "llama",
     "qwen3_5_moe_text": "qwen35moe",
     "qwen3_5_text": "qwen35",

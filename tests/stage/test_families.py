@@ -370,6 +370,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "gemma4_text",
         {"attention_k_eq_v": False, "layer_types": None, "final_logit_softcapping": None},
     ),
+    "gemma4_unified": ("gemma4_unified_text", {}),
     "mistral3": ("mistral3", {}),
     "mistral3 tied": ("mistral3", {"tie_word_embeddings": True}),
 }
@@ -508,6 +509,12 @@ def test_phi4_multimodal_without_what_sees_and_hears(
             "Llama4",
             ("model.", "language_model.model."),
             ("vision_model.class_embedding", "multi_modal_projector.linear_1.weight"),
+        ),
+        (
+            "gemma4_unified",
+            "Gemma4Unified",
+            ("model.", "model.language_model."),
+            ("model.embed_vision.pos_embedding", "model.embed_audio.embedding_projection.weight"),
         ),
         (
             "gemma4 with experts",

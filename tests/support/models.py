@@ -294,6 +294,9 @@ FAMILY_FIELDS: dict[str, dict[str, Any]] = {
     "gemma3_text": {"sliding_window": 10, "query_pre_attn_scalar": 24, "tie_word_embeddings": True},
     "gemma3": {"sliding_window": 10, "query_pre_attn_scalar": 24, "tie_word_embeddings": True},
     "gemma4_text": GEMMA4,
+    "gemma4_unified_text": {
+        name: value for name, value in GEMMA4.items() if name != "hidden_size_per_layer_input"
+    },
     "mistral3": {"sliding_window": None, "model_type": "mistral"},
     "aya_vision": COHERE2_TEXT,
     "cohere2_vision": COHERE2_TEXT,
