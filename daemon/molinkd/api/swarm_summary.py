@@ -22,6 +22,7 @@ from molink.swarm.controller.status_schema import (
     SwarmStatus,
     decode_status,
     short_device_name,
+    split_event,
 )
 from molinkd.api.access_guard import is_owner
 from molinkd.api.administration import Administration
@@ -120,6 +121,13 @@ class PairingSummary(msgspec.Struct, frozen=True):
     code: str
 
 
+class EventSummary(msgspec.Struct, frozen=True):
+    """What happened ``age_s`` seconds ago; ``None`` if the age is unknown."""
+
+    age_s: float | None
+    text: str
+
+
 class OwnerSummary(msgspec.Struct, frozen=True):
     """What only the owner sees; ``pc`` is the name of this PC."""
 
@@ -128,7 +136,7 @@ class OwnerSummary(msgspec.Struct, frozen=True):
     pairings: tuple[PairingSummary, ...]
     models: tuple[DesiredModelSummary, ...]
     transfers: tuple[TransferSummary, ...]
-    events: tuple[str, ...]
+    events: tuple[EventSummary, ...]
 
 
 class SwarmSummary(msgspec.Struct, frozen=True):
@@ -217,8 +225,13 @@ def summarize_for_owner(status: SwarmStatus, own_id: str) -> OwnerSummary:
             for one in peer.transfers
             if not one.copy
         ),
-        events=tuple(map(sanitize_text, status.events[-_MAX_EVENTS:])),
+        events=tuple(_summarize_event(one, status.clock) for one in status.events[-_MAX_EVENTS:]),
     )
+
+
+def _summarize_event(line: str, clock: float | None) -> EventSummary:
+    age_s, text = split_event(line, clock)
+    return EventSummary(None if age_s is None else round(age_s, 1), sanitize_text(text))
 
 
 def _summarize_ring(ring: PipelineStatus, peers: dict[str, PeerStatus]) -> RingSummary:

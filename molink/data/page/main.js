@@ -272,7 +272,8 @@ function panel(id, shown) {
 
 // On a narrow page an open panel covers the conversation.
 function cover() {
-  document.querySelector("main").inert = narrow.matches && !(byId("list").hidden && byId("swarm").hidden);
+  const covered = narrow.matches && !(byId("list").hidden && byId("swarm").hidden);
+  document.querySelector("main").inert = byId("manage").inert = covered;
 }
 narrow.addEventListener("change", cover);
 
@@ -350,7 +351,7 @@ window.addEventListener("popstate", () => {
   if (takeOwnerToken() || location.hash === MANAGE) view(true);
   else open(addressed());
 });
-document.querySelector(".skip").addEventListener("click", (event) => { event.preventDefault(); text.focus(); });
+document.querySelector(".skip").addEventListener("click", (event) => { event.preventDefault(); (managing ? byId("manage") : text).focus(); });
 
 const panels = store.settings.panels ?? { list: false, swarm: false };
 const atManage = isOwnerLink || location.hash === MANAGE;

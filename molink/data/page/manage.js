@@ -3,7 +3,7 @@
 import { arrange, byId, confirmed, make, say, setSentence, setText, textButton } from "./dom.js";
 import { call } from "./endpoint.js";
 import { duration, layersOf } from "./ring.js";
-import { bitRate, bytes } from "./units.js";
+import { ago, bitRate, bytes } from "./units.js";
 import { Jobs, ModelShelf } from "./models.js";
 import { PcSettings } from "./pc_settings.js";
 import { stateOf } from "./swarm.js";
@@ -45,6 +45,7 @@ export class Manage {
     this.shelf.update(summary);
     this.settings.update(Boolean(summary.owner));
     this.#showEvents(summary.owner?.events ?? []);
+    this.#showTransfers(summary.owner?.transfers ?? []);
   }
 
   // --- PCs ---
@@ -133,10 +134,13 @@ export class Manage {
 
   #showEvents(events) {
     byId("events-box").hidden = !events.length;
-    const text = events.join("\n");
-    if (text === this.events) return;
-    this.events = text;
-    byId("event-list").replaceChildren(...events.toReversed().map((event) => make("li", "", event.replace(/^[\d.]+ /, ""))));
+    const texts = events.toReversed().map(({ age_s: age, text }) => `${age === null ? "" : `${ago(age)}: `}${text}`);
+    setLines(byId("event-list"), texts);
+  }
+
+  #showTransfers(transfers) {
+    setLines(byId("transfer-list"), transfers.map(({ pc, model, done, total, rate }) =>
+      `${pc} fetches ${model}: ${bytes(done)} of ${bytes(total)}${rate ? `, ${bytes(rate)}/s` : ""}`));
   }
 
   // Tell the endpoint to do something; an error is shown in `place`.
@@ -194,10 +198,15 @@ class PcCard {
       }
       return facts.join(" · ");
     });
-    while (this.stages.children.length < lines.length) this.stages.append(make("li", ""));
-    while (this.stages.children.length > lines.length) this.stages.lastChild.remove();
-    lines.forEach((line, at) => setText(this.stages.children[at], line));
+    setLines(this.stages, lines);
   }
+}
+
+// Make `lines` the items of a list; items that stay keep their place.
+function setLines(list, lines) {
+  while (list.children.length < lines.length) list.append(make("li", ""));
+  while (list.children.length > lines.length) list.lastChild.remove();
+  lines.forEach((line, at) => setText(list.children[at], line));
 }
 
 function share(part, whole) {

@@ -11,3 +11,8 @@ function scaled(number, units) {
 export const bytes = (count) => scaled(count, SIZES);
 export const bitRate = (bytesPerSecond) => scaled(8 * bytesPerSecond, ["bit/s", "kbit/s", "Mbit/s", "Gbit/s", "Tbit/s"]);
 export const count = (number) => scaled(number, ["", "k", "M", "B", "T"]).trim();
+
+export function ago(seconds) {
+  const [, unit, name] = [[100, 1, "s"], [6000, 60, "min"], [172800, 3600, "h"], [Infinity, 86400, "d"]].find(([one]) => seconds < one);
+  return `${Math.floor(seconds / unit)} ${name} ago`;
+}

@@ -323,6 +323,15 @@ class SwarmStatus(msgspec.Struct, frozen=True):
         return reserved * scheduler.used // max(1, scheduler.blocks), reserved
 
 
+def split_event(line: str, clock: float | None) -> tuple[float | None, str]:
+    """Split an event of the coordinator into its age in seconds (``None`` if unknown) and text."""
+    when, _, text = line.partition(" ")
+    try:
+        return (None if clock is None else max(0.0, clock - float(when))), text
+    except ValueError:
+        return None, line
+
+
 def format_percent(done: int, total: int) -> str:
     """Progress as a percentage."""
     return f"{min(100, 100 * done // total)} %" if total > 0 else "0 %"

@@ -80,7 +80,7 @@ async def test_the_owner_sees_what_waits_for_a_decision(
         assert owner["pairings"] == [{"name": "new", "address": "192.168.1.9", "code": "4827-1931"}]
         assert [(one["pc"], one["done"]) for one in owner["transfers"]] == [("alice", 340 * 10**6)]
         assert owner["models"][0]["name"] == "tiny"
-        assert owner["events"][0] == "100.0 attic is offline"
+        assert owner["events"][0] == {"age_s": 20.0, "text": "attic is offline"}
         assert [one["memory"] for one in shown["pcs"]] == [12 * swarms.GB] * 2
         backend.swarm["peers"][0]["paused"] = "drained"  # type: ignore[index]
 

@@ -24,6 +24,8 @@ def swarm(page: Callable[..., Browser], backend: FakeBackend) -> FakeBackend:
         "models": [{"name": "tiny", "ready": 1}],
         "pairing_requests": [{"name": "<b>new", "code": "4827-1931", "address": "192.168.1.9"}],
     }
+    coming = {"model": "big", "bytes": 340 * 10**6, "total": 10**9, "rate": 10**7}
+    backend.swarm["peers"][0]["transfers"] = [coming]  # type: ignore[index]
     return backend
 
 
@@ -46,6 +48,8 @@ def test_the_owner_manages_the_swarm(
     assert browser.text("#pc-list h4") == "attic (this PC),<img src=x onerror=window.hit=1>"
     assert "3.0 GB of weights and 1.0 GB for conversations, of 12.0 GB" in browser.text("#pc-list")
     assert "tiny: layers 1–12 · busy 34 %" in browser.text("#pc-list")
+    assert browser.text("#transfer-list") == "attic fetches big: 340 MB of 1.0 GB, 10.0 MB/s"
+    assert "20 s ago: attic is offline" in browser.text("#event-list")
     # Approval: the code is typed, and compared.
     browser.type("#waiting-list input", "1111-2222")
     browser.click("#waiting-list .main")

@@ -15,6 +15,7 @@ from molink.swarm.controller.status_schema import (
     WorkerStatus,
     format_percent,
     short_device_name,
+    split_event,
 )
 from molink.swarm.membership.sanitize import quote_name
 
@@ -322,10 +323,5 @@ def _transfer_views(status: SwarmStatus) -> Iterator[TransferView]:
 
 
 def _event_view(line: str, clock: float | None) -> EventView:
-    """Parse an event of the coordinator: clock time in seconds, and text."""
-    when, _, text = line.partition(" ")
-    try:
-        ago = None if clock is None else max(0.0, clock - float(when))
-    except ValueError:
-        return EventView(None, sanitize_text(line))
-    return EventView(ago, sanitize_text(text))
+    age_s, text = split_event(line, clock)
+    return EventView(age_s, sanitize_text(text))
