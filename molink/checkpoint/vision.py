@@ -265,11 +265,13 @@ def parse_vision(
     """
     named = raw.get("architectures")
     name = named[0] if isinstance(named, list) and named else None
-    parse = _TOWERS.get(name) if isinstance(name, str) else None
-    if parse is None:
+    if not isinstance(name, str) or name not in _TOWERS:
         return None
+    parse = _TOWERS[name]
     outer = ConfigFields(raw, where)
-    inner = ConfigFields(outer.get_object("vision_config"), f"{where}: vision_config")
+    given = outer.get_object("vision_config").items()
+    fields = _DEFAULTS[name] | {key: value for key, value in given if value is not None}
+    inner = ConfigFields(fields, f"{where}: vision_config")
     vision = parse(outer, inner, _TextShape(hidden_size, norm_eps))
     if vision.hidden_size % vision.heads or vision.head_dim % 4:
         raise BrokenModel(f"{inner.where}: {vision.hidden_size} is not {vision.heads} whole heads")
@@ -277,16 +279,20 @@ def parse_vision(
 
 
 def _siglip(
-    fields: ConfigFields, connector: ConnectorShape, rules: ImageRules, **others: Any
+    fields: ConfigFields,
+    connector: ConnectorShape,
+    rules: ImageRules,
+    *,
+    whole_images: bool = False,
 ) -> VisionConfig:
     """SigLIP (arXiv 2303.15343), also with Idefics' or SmolVLM's name."""
-    patch = fields.get_integer("patch_size", others.pop("patch"), _MAX_PATCH)
-    size = fields.get_integer("image_size", others.pop("side"), _MAX_SIDE)
+    patch = fields.get_integer("patch_size", maximum=_MAX_PATCH)
+    size = fields.get_integer("image_size", maximum=_MAX_SIDE)
     return VisionConfig(
         layers=fields.get_integer("num_hidden_layers", 12, _MAX_LAYERS),
-        hidden_size=fields.get_integer("hidden_size", others.pop("hidden"), _MAX_WIDTH),
-        heads=fields.get_integer("num_attention_heads", others.pop("heads"), _MAX_WIDTH),
-        intermediate_size=fields.get_integer("intermediate_size", others.pop("inner"), _MAX_WIDTH),
+        hidden_size=fields.get_integer("hidden_size", maximum=_MAX_WIDTH),
+        heads=fields.get_integer("num_attention_heads", maximum=_MAX_WIDTH),
+        intermediate_size=fields.get_integer("intermediate_size", maximum=_MAX_WIDTH),
         patch_size=patch,
         norm_kind="biased layer",
         norm_eps=fields.get_positive("layer_norm_eps", 1e-6),
@@ -294,13 +300,14 @@ def _siglip(
         connector=connector,
         rules=replace(rules, size=size),
         position_side=size // patch,
+        whole_images=whole_images,
     )
 
 
 def _idefics3(outer: ConfigFields, inner: ConfigFields, text: _TextShape) -> VisionConfig:
     """Idefics 3 (arXiv 2408.12637, §2.2) and SmolVLM: pixel shuffle and one projection."""
     side = outer.get_integer("scale_factor", 2, _MAX_PATCH)
-    width = inner.get_integer("hidden_size", 1152, _MAX_WIDTH)
+    width = inner.get_integer("hidden_size", maximum=_MAX_WIDTH)
     project = LinearShape(
         name="modality_projection.proj", inputs=width * side**2, outputs=text.hidden_size
     )
@@ -315,16 +322,14 @@ def _idefics3(outer: ConfigFields, inner: ConfigFields, text: _TextShape) -> Vis
         longest=1456,
         resample=1,
     )
-    return _siglip(inner, connector, rules, patch=32, side=224, hidden=1152, heads=16, inner=3072)
+    return _siglip(inner, connector, rules)
 
 
 def _gemma3(outer: ConfigFields, inner: ConfigFields, text: _TextShape) -> VisionConfig:
     """Gemma 3 (arXiv 2503.19786, §2.1): means of cells, so many that an image has 256 tokens."""
-    width = inner.get_integer("hidden_size", 768, _MAX_WIDTH)
+    width = inner.get_integer("hidden_size", maximum=_MAX_WIDTH)
     tokens = outer.get_integer("mm_tokens_per_image", 256, _MAX_SIDE)
-    patches = inner.get_integer("image_size", 224, _MAX_SIDE) // inner.get_integer(
-        "patch_size", 16, _MAX_PATCH
-    )
+    patches = inner.get_integer("image_size") // inner.get_integer("patch_size")
     cells = int(tokens**0.5)
     if cells**2 != tokens or patches % cells:
         raise BrokenModel(
@@ -349,7 +354,7 @@ def _gemma3(outer: ConfigFields, inner: ConfigFields, text: _TextShape) -> Visio
         size=0,
         resample=2,
     )
-    return _siglip(inner, connector, rules, patch=16, side=224, hidden=768, heads=12, inner=3072)
+    return _siglip(inner, connector, rules, whole_images=True)
 
 
 def _mistral3(outer: ConfigFields, inner: ConfigFields, text: _TextShape) -> VisionConfig:
@@ -357,7 +362,7 @@ def _mistral3(outer: ConfigFields, inner: ConfigFields, text: _TextShape) -> Vis
     kind = inner.get_string("model_type", "pixtral")
     if kind != "pixtral" or outer.get_value("vision_feature_layer") not in (None, -1):
         raise UnsupportedModel(f"{outer.where}: not the last layer of Pixtral, but {kind[:40]!a}")
-    width, hidden = inner.get_integer("hidden_size", 1024, _MAX_WIDTH), text.hidden_size
+    width, hidden = inner.get_integer("hidden_size", maximum=_MAX_WIDTH), text.hidden_size
     side = outer.get_integer("spatial_merge_size", 2, _MAX_PATCH)
     biased = outer.get_boolean("multimodal_projector_bias", False)
     connector = ConnectorShape(
@@ -379,11 +384,11 @@ def _mistral3(outer: ConfigFields, inner: ConfigFields, text: _TextShape) -> Vis
     rope = ConfigFields(inner.get_object("rope_parameters"), inner.where)
     theta = rope.get_positive("rope_theta", inner.get_positive("rope_theta", 10000.0))
     return VisionConfig(
-        layers=inner.get_integer("num_hidden_layers", 24, _MAX_LAYERS),
+        layers=inner.get_integer("num_hidden_layers", maximum=_MAX_LAYERS),
         hidden_size=width,
-        heads=inner.get_integer("num_attention_heads", 16, _MAX_WIDTH),
-        intermediate_size=inner.get_integer("intermediate_size", 4096, _MAX_WIDTH),
-        patch_size=inner.get_integer("patch_size", 16, _MAX_PATCH),
+        heads=inner.get_integer("num_attention_heads", maximum=_MAX_WIDTH),
+        intermediate_size=inner.get_integer("intermediate_size", maximum=_MAX_WIDTH),
+        patch_size=inner.get_integer("patch_size", maximum=_MAX_PATCH),
         norm_kind="rms",
         norm_eps=1e-5,
         activation=_parse_activation(inner, "hidden_act", "gelu"),
@@ -394,7 +399,7 @@ def _mistral3(outer: ConfigFields, inner: ConfigFields, text: _TextShape) -> Vis
             token="[IMG]",
             closing="[IMG_END]",
             line_end="[IMG_BREAK]",
-            size=inner.get_integer("image_size", 1024, _MAX_SIDE),
+            size=inner.get_integer("image_size", maximum=_MAX_SIDE),
             mean=(0.48145466, 0.4578275, 0.40821073),
             std=(0.26862954, 0.26130258, 0.27577711),
         ),
@@ -416,10 +421,38 @@ def _mistral3(outer: ConfigFields, inner: ConfigFields, text: _TextShape) -> Vis
     )
 
 
+_IDEFICS_DEFAULTS = {
+    "hidden_size": 1152,
+    "num_attention_heads": 16,
+    "intermediate_size": 3072,
+    "image_size": 224,
+    "patch_size": 32,
+}
+#: Defaults of absent fields of towers.
+_DEFAULTS: dict[str, dict[str, int]] = {
+    "SmolVLMForConditionalGeneration": _IDEFICS_DEFAULTS,
+    "Idefics3ForConditionalGeneration": _IDEFICS_DEFAULTS,
+    "Gemma3ForConditionalGeneration": {
+        "hidden_size": 768,
+        "num_attention_heads": 12,
+        "intermediate_size": 3072,
+        "image_size": 224,
+        "patch_size": 16,
+    },
+    "Mistral3ForConditionalGeneration": {
+        "hidden_size": 1024,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+        "intermediate_size": 4096,
+        "image_size": 1540,
+        "patch_size": 14,
+    },
+}
 _TOWERS: dict[str, Callable[[ConfigFields, ConfigFields, _TextShape], VisionConfig]] = {
     "SmolVLMForConditionalGeneration": _idefics3,
     "Idefics3ForConditionalGeneration": _idefics3,
     "Mistral3ForConditionalGeneration": _mistral3,
+    "Gemma3ForConditionalGeneration": _gemma3,
 }
 
 

@@ -4,6 +4,7 @@ An image's rows take ids that are made of its pixels, so that prompts share cach
 far as their images are the same. No vocabulary has such ids.
 """
 
+from collections.abc import Sequence
 from hashlib import blake2b, shake_128
 from typing import Annotated
 
@@ -59,6 +60,18 @@ class ImageSpan(msgspec.Struct, frozen=True, array_like=True):
             return offset
         lines, column = divmod(offset, self.line + 1)
         return None if column == self.line else lines * self.line + column
+
+
+def count_uncut(spans: Sequence[ImageSpan], start: int, count: int) -> int:
+    """Rows from position ``start`` on, about ``count``, whose end lies within no image.
+
+    Fewer if it can be, else up to the image's end.
+    """
+    end = start + count
+    cut = next((span for span in spans if span.start < end < span.end), None)
+    if cut is None:
+        return count
+    return (cut.start if cut.start > start else cut.end) - start
 
 
 class ImageInput(msgspec.Struct, frozen=True, array_like=True):

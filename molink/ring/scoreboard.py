@@ -66,6 +66,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from molink.errors import InvariantError
+from molink.facts.images import ImageSpan
 from molink.ring.step import (
     CompletedControl,
     ControlMessage,
@@ -194,6 +195,8 @@ class TrackedRequest:
     last_seq: int = 0
     has_grammar: bool = False
     has_images: bool = False
+    #: Images whose rows run in one step.
+    whole_images: tuple[ImageSpan, ...] = ()
     #: Whether a rejected message left its blocks without data: none of its rows can run.
     is_broken: bool = False
 
@@ -226,6 +229,7 @@ class TrackedRequest:
         if not proper or ends[-1] > limits.max_model_len or self.last_seq or self.has_images:
             return False
         self.has_images = True
+        self.whole_images = images.spans if images.whole else ()
         return True
 
     def add_blocks(self, blocks: Sequence[int], limits: ScoreboardLimits) -> bool:
@@ -282,6 +286,11 @@ class TrackedRequests:
     def get_request(self, request: int) -> TrackedRequest | None:
         """The live request of that id."""
         return self._live.get(request)
+
+    def find_whole_images(self, request: int) -> Sequence[ImageSpan]:
+        """Images of the request whose rows run in one step."""
+        known = self._live.get(request)
+        return () if known is None else known.whole_images
 
     def is_new(self, request: int) -> bool:
         """Whether it can still be admitted."""
@@ -374,7 +383,8 @@ class Scoreboard:
         self._complete = SeqSet()
         self._requests = TrackedRequests(self._limits, self._complete)
         self._host_blocks = HostBlockLedger(self._limits.host_blocks)
-        self._volumes = VolumeQueue(self._complete, sub_chunk_policy or WholeVolumePolicy())
+        policy = sub_chunk_policy or WholeVolumePolicy()
+        self._volumes = VolumeQueue(self._complete, policy, self._requests.find_whole_images)
         self._releases = PendingReleases(self._complete)
         self._completed: list[CompletedControl] = []
         self._transitions = TransitionLog()

@@ -1,14 +1,18 @@
 """Volumes at a stage, from the arrival of their first row until their last row has run."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
 
 import msgspec
 
+from molink.facts.images import ImageSpan, count_uncut
 from molink.ring.step import StepInput
 from molink.ring.sub_chunks import SubChunkPolicy
 from molink.wire.messages.data_plane import RequestSlice, Volume
+
+#: Returns the images of a request that no step may cut.
+FindImages = Callable[[int], Sequence[ImageSpan]]
 
 
 class SeqSet:
@@ -146,6 +150,23 @@ class WaitingVolume:
             sub_chunk, self._slice_data(low, high), kept, whole, begin, end == position
         )
 
+    def count_uncut(self, count: int, find_images: FindImages) -> int:
+        """Rows to take instead of ``count``, so that no image is cut; 0 to wait for the rest."""
+        end = self.num_taken + count
+        first = 0
+        for request_slice in self.slices:
+            last = first + request_slice.count
+            if first < end < last:
+                begin = max(first, self.num_taken)
+                images = find_images(request_slice.request)
+                start = request_slice.start + begin - first
+                uncut = begin + count_uncut(images, start, end - begin) - self.num_taken
+                # Rows in front of this slice can run without it.
+                shorter = begin - self.num_taken
+                return uncut if uncut <= self.num_available else shorter
+            first = last
+        return count
+
     def _slices_with_offset(self) -> Iterator[tuple[int, RequestSlice]]:
         """The remaining slices, each with the index of its first row in arrival order."""
         first, left = 0, iter([*self.slice_indices, -1])
@@ -192,7 +213,11 @@ def clip_slice(request_slice: RequestSlice, first: int, count: int) -> RequestSl
 class VolumeQueue:
     """Volumes of a stage by ``seq``, from the arrival of their first rows until they have run."""
 
-    def __init__(self, complete: SeqSet, sub_chunk_policy: SubChunkPolicy) -> None:
+    def __init__(
+        self, complete: SeqSet, sub_chunk_policy: SubChunkPolicy, find_images: FindImages
+    ) -> None:
+        """``find_images`` returns the images of a request whose rows run in one step."""
+        self._find_images = find_images
         """``complete`` is the stage's set of complete numbers; the scoreboard adds to it."""
         self._complete = complete
         self._sub_chunk_policy = sub_chunk_policy
@@ -253,9 +278,10 @@ class VolumeQueue:
             return 0
         pending = waiting.num_remaining - waiting.num_taken - available
         if waiting.volume.prefill:
-            return self._sub_chunk_policy.next_rows(
+            count = self._sub_chunk_policy.next_rows(
                 available, pending, piggybacked, waiting.row_rate
             )
+            return count and waiting.count_uncut(count, self._find_images)
         return 0 if pending else available
 
     def is_ready(self, waiting: WaitingVolume) -> bool:

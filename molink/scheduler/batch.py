@@ -214,10 +214,15 @@ class ControlIssuer:
     """Issues the control messages of admissions and releases."""
 
     def __init__(
-        self, cache: KVCacheManager, in_flight: InFlightTracker, *, sends_tokens: bool = False
+        self,
+        cache: KVCacheManager,
+        in_flight: InFlightTracker,
+        *,
+        sends_tokens: bool = False,
+        whole_images: bool = False,
     ) -> None:
         """With ``sends_tokens`` the last stage gets the tokens of all requests."""
-        self._cache = cache
+        self._cache, self._whole_images = cache, whole_images
         self._in_flight = in_flight
         self._sends_tokens = sends_tokens
 
@@ -259,7 +264,7 @@ class ControlIssuer:
             control.append(ControlWithPayload(grammar, data=request.grammar))
         if state.image_spans:
             state.last_seq = self._in_flight.issue_seq()
-            images = PromptImages(state.last_seq, state.id, state.image_spans)
+            images = PromptImages(state.last_seq, state.id, state.image_spans, self._whole_images)
             control.append(ControlWithPayload(images, data=state.image_rows))
         replays = request.grammar and state.num_output_tokens
         if self._sends_tokens or request.sampling_params.needs_history or replays:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from itertools import islice
 
+from molink.facts.images import count_uncut
 from molink.facts.ring_times import RingTimes
 from molink.scheduler.batch import (
     MIN_DECODE_ROOM,
@@ -54,7 +55,12 @@ class Batcher:
         self.cache = cache
         self.in_flight = in_flight
         self.swap = swap
-        self._controls = ControlIssuer(cache, in_flight, sends_tokens=config.has_foretold_tokens)
+        self._controls = ControlIssuer(
+            cache,
+            in_flight,
+            sends_tokens=config.has_foretold_tokens,
+            whole_images=config.whole_images,
+        )
         self.micro_batches = MicroBatchCount(
             config.micro_batches,
             config.num_stages,
@@ -350,6 +356,10 @@ class Batcher:
             kept = self.cache.states.allocate_slot()
             if kept is not None:
                 count, state.kept_slot = before_snapshot, kept
+        if self._config.whole_images:
+            count = count_uncut(state.image_spans, state.num_issued, count)
+            if state.num_issued + count > limit:
+                return maximum  # the next volume has room
         self._add_rows(builder, state, count, now)
         self.num_prefill_rows += count
         return count

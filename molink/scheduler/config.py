@@ -35,7 +35,8 @@ class SchedulerConfig:
     ``max_queue_s`` is the default limit (s) of a request's wait for admission; 0 is none. Each
     request holds one of ``state_slots`` states of recurrent layers at every stage (0: the model
     needs none). With a prefix cache, free ones keep snapshots; a chunk is split for one that saves
-    at least ``min_snapshot_rows`` rows.
+    at least ``min_snapshot_rows`` rows. With ``whole_images`` no chunk ends within an image, so it
+    may be larger.
     """
 
     num_blocks: int
@@ -58,6 +59,7 @@ class SchedulerConfig:
     max_queue_s: float = 0.0
     state_slots: int = 0
     min_snapshot_rows: int = 64
+    whole_images: bool = False
 
     def __post_init__(self) -> None:
         bounds = {

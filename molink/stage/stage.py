@@ -25,7 +25,9 @@ from molink.facts.kernels import INTEGER_KERNELS
 from molink.facts.model import KVCacheDType, LayerRange, Quantize
 from molink.stage.attention.base import AttentionBackend, AttentionShape, BackendName
 from molink.stage.attention.create import create_attention
+from molink.stage.attention.gather import GatherAttention
 from molink.stage.attention.mixed import MixedAttention
+from molink.stage.attention.whole_images import WholeImageAttention
 from molink.stage.batch import MtpInput, MtpOutput, StageInput, StageOutput
 from molink.stage.decoder.block import HostExperts
 from molink.stage.decoder.decoder import Decoder, HeldWeights, load_decoder
@@ -504,7 +506,7 @@ class Stage:
     def _attention_backend(self, block_size: int) -> AttentionBackend:
         """Return the backend for a block size."""
         if block_size not in self._attentions:
-            parts = [
+            parts: list[AttentionBackend] = [
                 create_attention(
                     self._backend_name,
                     shape,
@@ -515,6 +517,9 @@ class Stage:
                 )
                 for shape in self._attention_shapes
             ]
+            if self.config.sees_whole_images:
+                masked = (GatherAttention(shape) for shape in self._attention_shapes)
+                parts = [WholeImageAttention(*pair) for pair in zip(parts, masked, strict=True)]
             self._attentions[block_size] = (
                 parts[0] if len(parts) == 1 else MixedAttention(parts, self._heads.places)
             )

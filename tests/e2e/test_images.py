@@ -8,13 +8,17 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-import torch
 
 from molink.text.tokenizer import Tokenizer
 from tests.support.models import MakeModel
 from tests.support.processes import Tools
-from tests.support.sight import SeenPrompt, encode_picture, make_picture, make_seeing
-from tests.support.stage import Reference
+from tests.support.sight import (
+    SeenPrompt,
+    answer_reference,
+    encode_picture,
+    make_picture,
+    make_seeing,
+)
 
 ANSWER, LONG_ANSWER = 24, 160
 QUESTION, SECOND = "What do you see here?", "And here?"
@@ -24,23 +28,13 @@ def _reference_text(folder: Path, pictures: list[Any], count: int, eos: int | No
     """What transformers answers to two pictures, each before its question."""
     text = f"<|im_start|>user\n@{QUESTION}@{SECOND}<|im_end|>\n<|im_start|>assistant\n"
     prompt = SeenPrompt.from_text(folder, text, pictures)
-    ids = torch.tensor([prompt.reference_ids])
-    answer = Reference(folder).model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        **prompt.reference_inputs,
-        max_new_tokens=count,
-        do_sample=False,
-        eos_token_id=eos,
-        pad_token_id=0,
-    )
-    tokens = answer[0, ids.shape[1] :].tolist()
+    tokens = answer_reference(folder, prompt, count, eos)
     return Tokenizer.open(folder).decode([token for token in tokens if token != 258])
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("family", ["smolvlm", "mistral3"])
+@pytest.mark.parametrize("family", ["smolvlm", "mistral3", "gemma3"])
 def test_images_over_processes(
     tmp_path: Path, tools: type[Tools], make_model: MakeModel, family: str
 ) -> None:

@@ -5,11 +5,13 @@ from dataclasses import dataclass
 import pytest
 
 from molink.errors import InvariantError
+from molink.facts.images import ImageSpan
 from molink.ring.scoreboard import Scoreboard, ScoreboardLimits
 from molink.ring.step import Step, StepInput
 from molink.wire.messages.base import Payload
 from molink.wire.messages.data_plane import (
     Admit,
+    PromptImages,
     Release,
     RequestSlice,
     SamplingParams,
@@ -114,6 +116,36 @@ def test_seq_completes_with_the_last_sub_chunk() -> None:
     ran(scoreboard, 3)
     assert scoreboard.last_completed_seq == 3
     assert take(scoreboard).seqs == (4,)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_images_are_not_cut(whole: bool) -> None:
+    """Rows 6 to 18 of one request and 7 to 9 of the other are images."""
+    scoreboard = scoreboard_with(0, 1)
+    for seq, request, span in (
+        (3, 0, ImageSpan(6, 12, 8, 8)),
+        (4, 1, ImageSpan(7, 2, 8, 8)),
+    ):
+        scoreboard.on_message(PromptImages(seq, request, (span,), whole), None, 0.0)
+    scoreboard.complete_volumes((), 0.0)
+    arrive(scoreboard, volume(5, rows(0, 3, 20), rows(1, 4, 12)), 12)
+    found = [sizes(take(scoreboard).prefill)]
+    ran(scoreboard, 5)
+    if not whole:
+        assert found == [[(0, 0, 10)]]
+        return
+    assert scoreboard.next_step(0.0) is None, "the image has not arrived"
+    for arrived in (17, 28, 32):
+        extend(scoreboard, 5, arrived)
+        while (step := scoreboard.next_step(0.0)) is not None:
+            found.append(sizes(step.prefill))
+            ran(scoreboard, 5)
+    assert found == [
+        [(0, 0, 6)],
+        [(0, 6, 12)],
+        [(0, 18, 2), (1, 0, 7)],
+        [(1, 7, 5)],
+    ]
 
 
 def test_decode_rows_are_never_split() -> None:

@@ -7,10 +7,16 @@ import torch
 from torch import Tensor
 
 from tests.support.models import MakeModel
-from tests.support.sight import BLOCK_SIZE, SeeingRing, SeenPrompt, make_picture, make_seeing
-from tests.support.stage import Reference
+from tests.support.sight import (
+    SeeingRing,
+    SeenPrompt,
+    answer_reference,
+    make_picture,
+    make_seeing,
+)
+from tests.support.stage import BLOCK_SIZE, Reference
 
-FAMILIES = ("smolvlm", "mistral3")
+FAMILIES = ("smolvlm", "mistral3", "gemma3")
 TEXT = "What is the difference between @ and @, please?"
 
 
@@ -22,24 +28,15 @@ class Seen:
         pictures = [make_picture(40, 24, 1), make_picture(20, 50, 2)]
         self.prompt = SeenPrompt.from_text(folder, TEXT, pictures)
         self.blocks = list(range(1, -(-(len(self.prompt.ids) + 32) // BLOCK_SIZE) + 1))
-        self.logits, self.answer = self._ask_reference()
+        self.logits = self._compute_logits()
+        self.answer = answer_reference(folder, self.prompt, 32)
 
     @torch.inference_mode()
-    def _ask_reference(self) -> tuple[Tensor, list[int]]:
+    def _compute_logits(self) -> Tensor:
         model, prompt = Reference(self.folder).model, self.prompt
         ids = torch.tensor([prompt.reference_ids])
-        given = {"attention_mask": torch.ones_like(ids), **prompt.reference_inputs}
-        logits = model(ids, **given).logits[0]
-        answer = model.generate(
-            ids,
-            **given,
-            max_new_tokens=32,
-            min_new_tokens=32,
-            do_sample=False,
-            eos_token_id=None,
-            pad_token_id=0,
-        )
-        return logits, answer[0, len(prompt.ids) :].tolist()
+        logits: Tensor = model(ids, **prompt.reference_inputs).logits[0]
+        return logits
 
 
 @pytest.fixture(params=FAMILIES, scope="module")
@@ -63,7 +60,8 @@ def test_a_prompt_with_images(seen: Seen, splits: tuple[int, ...], chunk: int) -
 def test_a_prompt_whose_beginning_is_cached(seen: Seen) -> None:
     ring, spans = SeeingRing(seen.folder), [image.span for image in seen.prompt.images]
     ring.run_prompt(seen.prompt, seen.blocks)
-    for first in (spans[0].start, spans[0].end, len(seen.prompt.ids) - 1):
+    starts = (spans[0].start, spans[0].start + 2, spans[0].end, len(seen.prompt.ids) - 1)
+    for first in starts:
         logits = ring.run_prompt(seen.prompt, seen.blocks, first=first)
         torch.testing.assert_close(logits, seen.logits[first:], rtol=0, atol=1e-4)
 

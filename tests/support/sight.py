@@ -23,7 +23,7 @@ from molink.images.prompt import encode_prompt
 from molink.stage.batch import ImageRows, SequenceRows, StageInput
 from molink.text.tokenizer import Tokenizer
 from tests.support.models import MakeModel
-from tests.support.stage import BLOCK_SIZE, Ring
+from tests.support.stage import Reference, Ring
 
 #: Tokens of images; the first stands for their rows.
 TOKENS: dict[str, tuple[str, ...]] = {
@@ -148,6 +148,25 @@ class SeenPrompt:
         return {"pixel_values": padded, "image_sizes": sizes}
 
 
+@torch.inference_mode()
+def answer_reference(
+    folder: Path, prompt: SeenPrompt, count: int, eos: int | None = None
+) -> list[int]:
+    """The greedy tokens of transformers; ``count`` of them unless one is ``eos``."""
+    ids = torch.tensor([prompt.reference_ids])
+    answer = Reference(folder).model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        **prompt.reference_inputs,
+        max_new_tokens=count,
+        do_sample=False,
+        eos_token_id=eos,
+        pad_token_id=0,
+    )
+    tokens: list[int] = answer[0, ids.shape[1] :].tolist()
+    return tokens
+
+
 class SeeingRing(Ring):
     """A ring whose first stage sees."""
 
@@ -210,6 +229,3 @@ class SeeingRing(Ring):
             row = SequenceRows(start, 1, blocks, images=spans)
             tokens.append(int(self.run(tokens[-1:], [row])[0].argmax()))
         return tokens
-
-
-__all__ = ["BLOCK_SIZE", "IMAGE_ID", "SeeingRing", "SeenPrompt"]

@@ -38,14 +38,17 @@ class ImageEncoder:
     ) -> None:
         """Encode ``images``; ``hand_over(done, result)`` is called on the thread."""
         arguments = tuple(images), hand_over, done
-        threading.Thread(target=self._run, args=arguments, name="vision", daemon=True).start()
+        threading.Thread(
+            target=self.run_encoding, args=arguments, name="vision", daemon=True
+        ).start()
 
-    def _run(
+    def run_encoding(
         self,
         images: Sequence[ImageInput],
         hand_over: HandOver,
         done: Callable[[EncodedImages], None],
     ) -> None:
+        """As :meth:`encode_images`, on this thread."""
         result: EncodedImages
         try:
             result = [self._encode(image) for image in images]

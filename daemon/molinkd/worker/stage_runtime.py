@@ -290,6 +290,7 @@ def _make_scheduler_limits(
         draft_model=None if engine.draft is None or keeps_states else engine.draft.facts,
         preemption_mode="recompute" if keeps_states else start.settings.preemption_mode,
         state_slots=state_slots,
+        whole_images=config.vision is not None and config.vision.whole_images,
     )
 
 

@@ -32,6 +32,7 @@ class AttentionShape:
     ``chooses``, rows attend to positions that they choose. A
     ``softcap`` above 0 bounds scores to ``softcap * tanh(score / softcap)`` (Gemma 2). With
     ``sinks`` each query head has a learned score that takes part in the softmax only (gpt-oss).
+    With ``whole_images`` rows of an image attend to all of it.
     """
 
     kv_heads: int
@@ -45,6 +46,7 @@ class AttentionShape:
     kv_kinds: int = 2
     chunked: bool = False
     chooses: bool = False
+    whole_images: bool = False
 
     def first_visible(self, position: Positions, window: int) -> Positions:
         """First position that a row at ``position`` attends to, or before all, with a ``window``
@@ -85,6 +87,7 @@ class AttentionShape:
             kv_kinds=config.kv_kinds,
             chunked=config.chunked_windows,
             chooses=config.latent is not None and config.latent.index is not None,
+            whole_images=config.sees_whole_images,
         )
 
 

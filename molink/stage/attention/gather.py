@@ -138,7 +138,7 @@ class _GroupBuilder:
             if sequence.count == 1:
                 decode.append(span)
             else:
-                parts.append(self._prefill_chunk(span, sequence.start, window))
+                parts.append(self._prefill_chunk(span, sequence, window))
             row += sequence.count
         together = bucket_spans(decode, self._block_size, self._max_positions)
         parts += [self._decode_bucket(part) for part in together]
@@ -173,10 +173,11 @@ class _GroupBuilder:
         mask = torch.zeros(hidden.shape, dtype=self._dtype, device=self._device)
         return mask.masked_fill_(hidden, -math.inf)
 
-    def _prefill_chunk(self, span: Span, start: int, window: int) -> PrefillChunk:
-        mask, whole = None, start == 0
-        if not whole or self._by_hand or (window and window < span.count):
-            mask = self._chunk_mask(span, start, window)
+    def _prefill_chunk(self, span: Span, sequence: SequenceRows, window: int) -> PrefillChunk:
+        mask, whole = None, sequence.start == 0
+        sees = self._shape.whole_images and bool(sequence.images)
+        if not whole or self._by_hand or sees or (window and window < span.count):
+            mask = self._chunk_mask(span, sequence, window)
         # Groups share what a row chooses.
         can_fold = self._device.type == "cpu" and not self._shape.chooses
         folded = mask is not None and span.count <= _MAX_FOLDED_ROWS and can_fold
@@ -194,12 +195,18 @@ class _GroupBuilder:
             folds_groups=folded,
         )
 
-    def _chunk_mask(self, span: Span, start: int, window: int) -> Tensor:
-        positions = span.end - span.begin
+    def _chunk_mask(self, span: Span, sequence: SequenceRows, window: int) -> Tensor:
+        start, positions = sequence.start, span.end - span.begin
         before = positions - span.count
         shape = (span.count, positions)
         mask = torch.full(shape, -math.inf, dtype=self._dtype, device=self._device)
         mask.triu_(before + 1)
+        if self._shape.whole_images:
+            for image in sequence.images:
+                first, last = max(image.start, start), min(image.end, sequence.end)
+                if first < last:
+                    seen = slice(max(image.start - start, -before) + before, last - start + before)
+                    mask[first - start : last - start, seen] = 0
         if window:
             rows = torch.arange(start, start + span.count, device=self._device).unsqueeze(1)
             places = torch.arange(start - before, start + span.count, device=self._device)

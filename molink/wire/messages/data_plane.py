@@ -166,13 +166,15 @@ class Grammar(LeanMessage, frozen=True, tag="grammar"):
 class PromptImages(LeanMessage, frozen=True, tag="images"):
     """Where the images of a request's prompt lie, in order.
 
-    Sent after :class:`Admit` and before any rows. The first stage, whose scheduler issues it, gets
-    the images' rows with it.
+    If they are ``whole``, a step has all rows of an image that are not cached, or none. Sent after
+    :class:`Admit` and before any rows. The first stage, whose scheduler issues it, gets the images'
+    rows with it.
     """
 
     seq: Seq
     request: RequestId
     spans: Annotated[tuple[ImageSpan, ...], msgspec.Meta(min_length=1, max_length=MAX_TILES)]
+    whole: bool = False
 
 
 class BlockTable(LeanMessage, frozen=True, tag="table"):
