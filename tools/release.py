@@ -1,10 +1,11 @@
 """Make the files of a release, the same bytes for everybody.
 
-    python -m tools.release FOLDER [--url URL] [--tag v1.2.3]
+    python -m tools.release FOLDER [--url URL] [--key KEY] [--tag v1.2.3]
 
 FOLDER gets the wheel, the source archive, the locked requirements, a bill of materials (CycloneDX),
 the installers, ``release.json`` and ``SHA256SUMS``. ``--url`` is where people will find them: the
-installers and ``molink update`` look there. ``--tag`` has to be the version's.
+installers and ``molink update`` look there. ``molink update`` takes only what minisign's public
+``--key`` has signed. ``--tag`` has to be the version's.
 """
 
 import argparse
@@ -43,30 +44,35 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--url", default="", help="where the release will be")
+    parser.add_argument("--key", default="", help="minisign's public key, which signs releases")
     parser.add_argument("--tag", default="", help="refuse to go on if this is another version")
     options = parser.parse_args()
     if options.tag not in ("", f"v{molink.__version__}"):
         parser.error(f"the tag {options.tag} is not v{molink.__version__} (molink/__init__.py)")
     if options.url and not re.fullmatch(r"https?://[\w.:/~-]+", options.url):
         parser.error(f"{options.url!r} is no URL of a folder")
-    make_release(options.folder, options.url.rstrip("/"))
+    if options.key and not re.fullmatch(r"RW[\w+/]{54}", options.key):
+        parser.error(f"{options.key!r} is no public key of minisign")
+    make_release(options.folder, options.url.rstrip("/"), key=options.key)
     print((options.folder / SUMS).read_text(encoding="utf-8"), end="")
 
 
-def make_release(folder: Path, url: str = "") -> None:
-    """Fill ``folder``, which must not exist, with all files."""
+def make_release(
+    folder: Path, url: str = "", version: str = molink.__version__, key: str = ""
+) -> None:
+    """Fill ``folder``, which must not exist, with all files. Tests release other versions."""
     folder.mkdir(parents=True)
     epoch = read_epoch()
-    source = copy_source(folder / "source", epoch, url)
+    source = copy_source(folder / "source", epoch, url, version, key)
     build_wheel(source, folder, epoch)
     build_archive(source, folder, epoch)
     for name in ("install.sh", "install.ps1"):
         shutil.copy(source / name, folder)
     shutil.copy(source / "requirements" / "base.txt", folder / "requirements.txt")
     shutil.rmtree(source)
-    about = {"version": molink.__version__, "protocol": PROTOCOL, "state": SCHEMA_VERSION}
+    about = {"version": version, "protocol": PROTOCOL, "state": SCHEMA_VERSION}
     write_json(folder / "release.json", about)
-    write_json(folder / "sbom.cdx.json", describe_components(epoch))
+    write_json(folder / "sbom.cdx.json", describe_components(epoch, version))
     write_sums(folder)
 
 
@@ -79,7 +85,9 @@ def read_epoch() -> int:
     return max(_OLDEST, int(given or 0))
 
 
-def copy_source(target: Path, epoch: int, url: str = "") -> Path:
+def copy_source(
+    target: Path, epoch: int, url: str = "", version: str = molink.__version__, key: str = ""
+) -> Path:
     """Copy what the product is built from; rights and times don't depend on the checkout."""
     target.mkdir(parents=True)
     for name in FILES:
@@ -89,6 +97,11 @@ def copy_source(target: Path, epoch: int, url: str = "") -> Path:
         shutil.copytree(ROOT / name, target / name, ignore=ignored)
     if url:
         stamp_url(target, url)
+    if key:
+        write_text(target / "molink" / "data" / "release.key", f"{key}\n")
+    package = target / "molink" / "__init__.py"
+    text = package.read_text(encoding="utf-8")
+    write_text(package, text.replace(f'"{molink.__version__}"', f'"{version}"'))
     for path in (target, *target.rglob("*")):
         runs = path.is_dir() or path.suffix == ".sh"
         path.chmod(0o755 if runs else 0o644)
@@ -147,10 +160,10 @@ def _run(command: list[str], source: Path, epoch: int) -> None:
         raise SystemExit(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
 
 
-def describe_components(epoch: int) -> dict[str, Any]:
+def describe_components(epoch: int, version: str) -> dict[str, Any]:
     """The bill of materials: what molink is made of and asks for, in CycloneDX's form."""
     created = datetime.datetime.fromtimestamp(epoch, datetime.UTC)
-    application = component("pypi", "molink", molink.__version__) | {
+    application = component("pypi", "molink", version) | {
         "type": "application",
         "licenses": [{"license": {"id": "Apache-2.0"}}],
     }

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from molink import __version__
 from molinkd.cli.installation.kinds import INSTALLER_MARK
 from tests.support.release_server import serve_release
 from tools.release import build_wheel, copy_source, read_epoch
@@ -99,8 +98,9 @@ def test_it_updates_itself_and_leaves_nothing(
     try:
         before = swarm()
         with serve_release() as server:
-            body = newer_wheel(tmp_path / "source")
-            wheel = server.publish("99.0.0", {"molink-99.0.0-py3-none-any.whl": body})
+            source = copy_source(tmp_path / "source", read_epoch(), version="99.0.0")
+            newer = build_wheel(source, tmp_path, read_epoch())
+            wheel = server.publish("99.0.0", {newer.name: newer.read_bytes()})
             server.cut.add(wheel)
             update = [molink, "update", "--yes", "--from", server.url]
             with pytest.raises(AssertionError, match="does not have the hash"):
@@ -115,12 +115,3 @@ def test_it_updates_itself_and_leaves_nothing(
     assert not (tmp_path / "program").exists()
     left = [path for path in (tmp_path / "home").rglob("*") if "molink" in path.name]
     assert left == []
-
-
-def newer_wheel(folder: Path) -> bytes:
-    """A wheel of the same sources with a later version."""
-    source = copy_source(folder, read_epoch())
-    package = source / "molink" / "__init__.py"
-    text = package.read_text(encoding="utf-8")
-    package.write_text(text.replace(f'"{__version__}"', '"99.0.0"'), encoding="utf-8")
-    return build_wheel(source, folder.parent, read_epoch()).read_bytes()

@@ -16,6 +16,7 @@ from tools import release
 from tools.release import build_archive, build_wheel, copy_source, make_release, read_epoch
 
 URL = "https://example.org/molink"
+KEY = "RWS6duQ4u43hED5wTmV8naDya/5HTHS4JtqCFNx/Ft+sGxlmBxc1Ya/x"
 
 
 def read_sums(folder: Path) -> dict[str, str]:
@@ -46,7 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("release") / URL.rpartition("/")[2]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(release, "build_archive", lambda *_: None)
-        make_release(folder, URL)
+        make_release(folder, URL, key=KEY)
     return folder
 
 
@@ -57,7 +58,7 @@ def test_a_wheel_depends_on_its_source_alone(
     monkeypatch.setenv("HOME", str(tmp_path))
     mask = os.umask(0o077)
     try:
-        source = copy_source(tmp_path / "elsewhere" / "source", read_epoch(), URL)
+        source = copy_source(tmp_path / "elsewhere" / "source", read_epoch(), URL, key=KEY)
         wheel = build_wheel(source, tmp_path, read_epoch())
     finally:
         os.umask(mask)
@@ -73,6 +74,7 @@ def test_a_release_says_where_it_is(folder: Path) -> None:
     with zipfile.ZipFile(wheel) as packed:
         (path,) = (name for name in packed.namelist() if name.endswith(".dist-info/METADATA"))
         metadata = message_from_bytes(packed.read(path))
+        assert packed.read("molink/data/release.key").decode().strip() == KEY
     assert metadata["Version"] == molink.__version__
     assert metadata.get_all("Project-URL") == [f"Releases, {URL}"]
     assert not any(
@@ -87,7 +89,7 @@ def test_a_release_says_where_it_is(folder: Path) -> None:
 
 
 def test_the_bill_of_materials_has_everything_once() -> None:
-    bill = release.describe_components(release.read_epoch())
+    bill = release.describe_components(read_epoch(), "1.2.3")
     refs = [one["bom-ref"] for one in bill["components"]]
     assert len(set(refs)) == len(refs)
     names = {one["name"] for one in bill["components"]}
@@ -102,6 +104,7 @@ def test_another_version_is_not_released(
     for words, text in (
         (["--tag", "v99.0.0"], "the tag v99.0.0 is not v"),
         (["--url", "https://a b"], "is no URL of a folder"),
+        (["--key", "secret"], "is no public key of minisign"),
     ):
         monkeypatch.setattr("sys.argv", ["release", str(tmp_path / "x"), *words])
         with pytest.raises(SystemExit):

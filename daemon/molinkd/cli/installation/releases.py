@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from molink.errors import MolinkError, UsageError
+from molinkd.cli.installation.signatures import check_signature, read_own_key
 
 SUMS = "SHA256SUMS"
 WHEEL = re.compile(r"molink-(\d+(?:\.\d+){2})-py3-none-any\.whl")
@@ -77,10 +78,14 @@ def read_own_url() -> str:
 def fetch_release(url: str) -> PublishedRelease:
     """Ask what the newest release at ``url`` is.
 
+    A molink that was released with a key accepts only what that key has signed.
+
     Raises:
         MolinkError: the server can't be reached, or answers with something else.
     """
     sums = _read_text(f"{url}/{SUMS}")
+    if key := read_own_key():
+        check_signature(sums.encode(), _read_text(f"{url}/{SUMS}.minisig"), key)
     hashes = {name: digest for digest, name in _SUM.findall(sums)}
     wheels = [name for name in hashes if WHEEL.fullmatch(name)]
     if len(wheels) != 1:

@@ -1,9 +1,12 @@
 """What a server says of its release is checked before anything is taken from it."""
 
+import base64
+import hashlib
 from email.message import Message
 from pathlib import Path
 
 import pytest
+from nacl.signing import SigningKey
 
 from molink.errors import MolinkError, UsageError
 from molinkd.cli.installation import releases
@@ -79,6 +82,31 @@ def test_a_redirect_does_not_leave_https(server: ReleaseServer) -> None:
     server.moved[SUMS] = f"{server.url}/elsewhere"
     server.files["elsewhere"] = server.files[SUMS]
     assert fetch_release(server.url).notes.version == "1.2.3"
+
+
+def test_a_molink_with_a_key_takes_signed_releases_alone(
+    server: ReleaseServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = SigningKey.generate()
+    public = base64.b64encode(b"Ed" + b"identity" + bytes(keys.verify_key)).decode()
+    monkeypatch.setattr(releases, "read_own_key", lambda: public)
+    server.publish("1.2.3", {})
+    with pytest.raises(MolinkError, match=r"SHA256SUMS\.minisig can't be fetched"):
+        fetch_release(server.url)
+    server.files[f"{SUMS}.minisig"] = sign_like_minisign(server.files[SUMS], keys)
+    assert fetch_release(server.url).notes.version == "1.2.3"
+    server.files[SUMS] += b"\n"
+    with pytest.raises(MolinkError, match="not signed by the key"):
+        fetch_release(server.url)
+
+
+def sign_like_minisign(data: bytes, keys: SigningKey) -> bytes:
+    signature = keys.sign(hashlib.blake2b(data).digest()).signature
+    outer = keys.sign(signature + b"of a test").signature
+    first, second = (
+        base64.b64encode(part).decode() for part in (b"ED" + b"identity" + signature, outer)
+    )
+    return f"untrusted comment: x\n{first}\ntrusted comment: of a test\n{second}\n".encode()
 
 
 def test_a_server_that_is_gone_is_told(server: ReleaseServer) -> None:
