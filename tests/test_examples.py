@@ -14,23 +14,14 @@ import yaml
 
 import molink
 from molink.checkpoint.hub_catalog import load_catalog
-from molinkd.cli.main import build_app
 from molinkd.cli.swarm_file import read_swarm_file
 from molinkd.peer.settings import SETTING_NAMES, Settings, apply_layer, read_environment
 from tests.support import manifests
+from tests.support.command_lines import check_command
 from tests.support.examples import FOLDER, load_script
 from tests.support.manifests import ROOT
 
 DOCKERFILE = (ROOT / "deploy" / "Dockerfile").read_text(encoding="utf-8")
-
-
-def check_command(words: Sequence[str]) -> None:
-    """Parse a command line of molink without running it."""
-    command: Any = typer.main.get_command(build_app(words))
-    rest = list(words)
-    while rest and hasattr(command, "commands"):
-        command = command.commands[rest.pop(0)]
-    command.make_context(words[0], rest)
 
 
 def load(name: str) -> Any:

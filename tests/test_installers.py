@@ -12,6 +12,7 @@ import pytest
 import tree_sitter
 import tree_sitter_powershell
 
+from tests.support.command_lines import check_command
 from tests.support.release_server import ReleaseServer, serve_release
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -271,3 +272,14 @@ def test_the_path_is_only_changed_where_that_is_wanted(tmp_path: Path) -> None:
     link.write_text("of somebody", encoding="utf-8")
     assert "is not a link" in offer("1")
     assert link.read_text(encoding="utf-8") == "of somebody"
+
+
+def test_the_setup_program_brings_the_installer_and_takes_molink_away() -> None:
+    script = (ROOT / "deploy" / "windows" / "molink.iss").read_text(encoding="utf-8")
+    (folder,) = re.findall(r"^DefaultDirName=\{localappdata\}\\(.+)$", script, re.M)
+    assert f"Join-Path $env:LOCALAPPDATA '{folder}'" in POWER
+    assert re.findall(r'^Source: "\{#Release\}\\([\w.]+)"', script, re.M) == ["install.ps1"]
+    (words,) = re.findall(r'Parameters: "-m molinkd ([^"]+)"', script)
+    check_command(words.split())
+    (licence,) = re.findall(r"^LicenseFile=(.+)$", script, re.M)
+    assert (ROOT / "deploy" / "windows" / licence.replace("\\", "/")).resolve() == ROOT / "LICENSE"

@@ -8,6 +8,7 @@ disk space of the installation.
 """
 
 import argparse
+import contextlib
 import functools
 import os
 import re
@@ -71,6 +72,17 @@ class FreshPc:
         sizes = (path.lstat().st_size for path in folder.rglob("*"))
         return sum(sizes) // 10**6
 
+    def list_left(self) -> list[Path]:
+        """Files of molink in the user's folder, and processes of the fresh system."""
+        home = self.root / "root"
+        found = [path for path in home.rglob("*") if "molink" in path.name.lower()]
+        found += [path for path in (home / "first",) if path.exists()]
+        for process in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if (process / "root").readlink() == self.root:
+                    found.append(process)
+        return found
+
 
 def main() -> None:
     """Walk through all steps."""
@@ -118,12 +130,11 @@ def walk(pc: FreshPc, url: str) -> None:
     if found != f"molink {NEWER}":
         raise SystemExit(f"{found} instead of {NEWER}")
     pc.run("molink status --wait, molink chat", asks)
-    pc.run("molink down, second PC", f"{second} molink leave --yes")
+    pc.run("molink leave, second PC", f"{second} molink leave --yes")
     pc.run("molink uninstall", f"{first} molink uninstall --yes")
-    left = pc.run(
-        "what is left", "find . -iname '*molink*' -o -path './first*'; pgrep -fa molink || true"
-    )
-    print(f"{python}: {disk} MB; left: {left.strip() or 'nothing'}")
+    if left := pc.list_left():
+        raise SystemExit(f"left: {', '.join(map(str, left))}")
+    print(f"{python}: {disk} MB on disk; nothing is left")
 
 
 class QuietHandler(SimpleHTTPRequestHandler):
@@ -150,7 +161,7 @@ def serve(folder: Path) -> Iterator[str]:
 
 @contextmanager
 def share_network(root: Path) -> Iterator[None]:
-    """Give the fresh system this machine's names, certificates, processes and devices."""
+    """Give the fresh system this machine's names, certificates and list of processes."""
     for name in _SHARED:
         target = root / name.lstrip("/")
         if Path(name).is_dir():
@@ -159,15 +170,13 @@ def share_network(root: Path) -> Iterator[None]:
         else:
             target.unlink(missing_ok=True)
             shutil.copy(name, target)
-    mounts = (("proc", "-t", "proc"), ("/dev", "--bind"))
-    for source, *how in mounts:
-        place = root / Path(source).name
-        subprocess.run(["mount", *how, source, str(place)], check=True)
+    # Not /dev: debootstrap makes what is needed, and deleting the folder must reach no device here.
+    place = str(root / "proc")
+    subprocess.run(["mount", "-t", "proc", "proc", place], check=True)
     try:
         yield
     finally:
-        for source, *_ in mounts:
-            subprocess.run(["umount", "--lazy", str(root / Path(source).name)], check=True)
+        subprocess.run(["umount", "--lazy", place], check=True)
 
 
 if __name__ == "__main__":
