@@ -18,7 +18,14 @@ import psutil
 import pytest
 
 from molinkd.peer.home import Home
-from tests.support.processes import START_S, Process, Tools, environment, restore_measurements
+from tests.support.processes import (
+    START_S,
+    Process,
+    Tools,
+    environment,
+    owner_client,
+    restore_measurements,
+)
 from tools.wan import VethPair, unavailable
 
 CPU = ["--threads", "1", "--device", "cpu"]
@@ -165,7 +172,11 @@ def test_a_hostile_pc_before_the_porch(loopback: Loopback, tools: type[Tools]) -
     assert process.memory_info().rss - before < 50 << 20
     fifth = loopback.join("fifth")
     code = shown_code(fifth, tools)
-    assert tools.run_molink(loopback.first, "approve", code).returncode == 0
+    with owner_client(loopback.up.found().home) as owner:
+        (shown,) = owner.get("/swarm").json()["owner"]["pairings"]
+        assert (shown["name"], shown["code"]) == ("fifth", code)
+        approved = owner.post("/swarm/pairing", json={"code": code, "approve": True})
+    assert approved.json() == {"name": "fifth"}
     tools.wait_for(lambda: "fifth" in loopback.names(), fifth)
 
 

@@ -7,14 +7,12 @@ Those that need Node.js or much else, and tools, of which the bundled model know
 from collections.abc import Iterator
 
 import anthropic
-import httpx
 import ollama
 import openai
 import pydantic
 import pytest
 
-from molinkd.peer.home import read_run_file
-from tests.support.processes import Process, Tools
+from tests.support.processes import Process, Tools, owner_client
 
 NAME = "molink-demo"
 QUESTION = [{"role": "user", "content": "What is molink?"}]
@@ -95,11 +93,7 @@ def test_ollama(of_ollama: ollama.Client, answer: str) -> None:
 
 def test_the_owners_token(demo: Process, of_ollama: ollama.Client) -> None:
     """From the endpoint's thread through the daemon to the coordinator."""
-    found = demo.found()
-    run_file = read_run_file(found.home.run_file)
-    assert run_file is not None
-    headers = {"Authorization": f"Bearer {run_file.owner_token}"}
-    with httpx.Client(base_url=run_file.endpoint, headers=headers, timeout=60) as owner:
+    with owner_client(demo.found().home) as owner:
         shown = owner.get("/swarm").json()
         assert shown["owner"]["pc"] in [one["pc"] for one in shown["pcs"]]
         assert [one["name"] for one in shown["owner"]["models"]] == [NAME]

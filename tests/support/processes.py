@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+import httpx
 import openai
 import psutil
 
@@ -23,7 +24,7 @@ import molinkd
 from molink.cpu_isa import AVX2_ONLY
 from molink.errors import Unavailable
 from molinkd.cli import daemon_client as local_daemon
-from molinkd.peer.home import Home, copy_measurements
+from molinkd.peer.home import Home, copy_measurements, read_run_file
 
 ROOT = Path(molink.__file__).parents[1]
 #: Where both packages are, installed or not.
@@ -147,6 +148,14 @@ def environment(home: Path) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(str(path) for path in ROOTS),
         "PYTHONIOENCODING": "utf-8",
     }
+
+
+def owner_client(home: Home) -> httpx.Client:
+    """A client of the endpoint of a running daemon, with the token of its PC's owner."""
+    run_file = read_run_file(home.run_file)
+    assert run_file is not None
+    headers = {"Authorization": f"Bearer {run_file.owner_token}"}
+    return httpx.Client(base_url=run_file.endpoint, headers=headers, timeout=60)
 
 
 def still_running(

@@ -102,8 +102,10 @@ class DaemonConsole:
     def _show_listening(self, event: DaemonStartedEvent) -> None:
         ends = ". Ctrl-C stops it" if self._foreground else ""
         self._print_markup(f"{escape(event.name)} is in swarm {escape(event.swarm)}{ends}.")
+        manage = escape(self._format_command("page"))
         self._print_markup(
-            f"Chat endpoint: [bold]{event.endpoint}/v1[/bold] (page: {event.endpoint}/)"
+            f"Chat endpoint: [bold]{event.endpoint}/v1[/bold] (page: {event.endpoint}/; {manage} "
+            "prints its address for managing the swarm)"
         )
 
     def _show_opened(self, event: SwarmOpenedEvent) -> None:

@@ -52,7 +52,7 @@ const keyDialog = new KeyDialog(unlocked);
 const settings = new SettingsDialog(store, unlocked, () => { for (const one of answers.values()) one.stop(); open(store.create()); });
 const swarm = new Swarm();
 const manage = new Manage(() => swarm.refresh());
-const firstStart = new FirstStart(messageList.offers, (model) => { view(true); manage.start(model, "serve"); });
+const firstStart = new FirstStart(messageList.offers, (model) => { view(true); manage.update(swarm.summary); manage.start(model, "serve"); });
 const prompts = new PromptsDialog(store, {
   text: () => text.value,
   insert: (words) => { text.value = words; text.dispatchEvent(new Event("input")); text.focus(); },

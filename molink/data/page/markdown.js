@@ -11,6 +11,8 @@ const LONGEST = 300_000, LONGEST_PARAGRAPH = 20_000, LONGEST_CODE = 40_000;
 // Parsing is quadratic for some texts: after this many slow parses, of this many milliseconds, the
 // text is shown as plain text.
 const SLOW_MS = 300, SLOW_TIMES = 2;
+// Time for the formulas of one text, in milliseconds; later ones are shown as written.
+const FORMULAS_MS = 3000;
 
 const POLICY = {
   ALLOWED_TAGS: [
@@ -55,6 +57,7 @@ marked.use(formulas);
 export class MarkdownView {
   #blocks = [];
   #slow = 0;
+  #formulas = { left: FORMULAS_MS };
 
   // `plain`: show the text without Markdown.
   constructor(node, plain = false) {
@@ -77,7 +80,7 @@ export class MarkdownView {
       const open = at === last && !done;
       const before = this.#blocks[at];
       if (before?.raw === token.raw && before.open === open) return;
-      const nodes = rendered(token, open);
+      const nodes = rendered(token, open, this.#formulas);
       if (before) {
         before.nodes[0].before(...nodes);
         before.nodes.forEach((node) => node.remove());
@@ -110,7 +113,7 @@ function longParagraph(text) {
     && text.split(/\n\s*\n/).some((one) => one.length > LONGEST_PARAGRAPH && !/^ {0,3}(```|~~~)/m.test(one));
 }
 
-function rendered(token, open) {
+function rendered(token, open, budget) {
   let fragment;
   try {
     fragment = DOMPurify.sanitize(marked.parser([token]), POLICY);
@@ -118,7 +121,7 @@ function rendered(token, open) {
     return [make("div", "raw", token.raw)];
   }
   for (const pre of fragment.querySelectorAll("pre")) dress(pre, open);
-  renderFormulas(fragment);
+  renderFormulas(fragment, budget);
   for (const table of fragment.querySelectorAll("table")) scrolls(table);
   // At least one node, so that the block keeps its position.
   return fragment.childNodes.length ? [...fragment.childNodes] : [document.createTextNode("")];

@@ -72,14 +72,20 @@ export const formulas = {
 
 let converter = null;
 
-// Render the formulas in `fragment` in place; one with an error stays as it was written.
-export async function renderFormulas(fragment) {
+// Render the formulas in `fragment` in place, while `budget.left` milliseconds are left; one with an error stays
+// as it was written.
+export async function renderFormulas(fragment, budget) {
   const places = [...fragment.querySelectorAll(".formula, .formula-display")];
   if (!places.length) return;
   try {
     converter ??= import("./vendor/temml.js");
     const { default: temml } = await converter;
-    for (const place of places) render(temml, place);
+    for (const place of places) {
+      if (budget.left <= 0) return;
+      const began = performance.now();
+      render(temml, place);
+      budget.left -= performance.now() - began;
+    }
   } catch { /* then they stay as written */ }
 }
 

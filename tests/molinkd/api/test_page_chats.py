@@ -122,6 +122,30 @@ def test_formulas(backend: FakeBackend, page: Callable[..., Browser]) -> None:
     assert browser.run(f"return document.querySelectorAll({outside!r}).length") == 0
 
 
+def test_formulas_have_a_time_limit(page: Callable[..., Browser]) -> None:
+    browser = page()
+    shown = browser.run(
+        """
+        const { formulas, renderFormulas } = await import("/page/math.js");
+        const texts = ["{".repeat(3999), "$a$", "x".repeat(5000)];
+        const box = document.createElement("div");
+        box.append(...texts.map((text) => {
+          const node = document.createElement("span");
+          node.className = "formula";
+          node.textContent = `$${text}$`;
+          return node;
+        }));
+        await renderFormulas(box, { left: 0 });
+        const before = box.querySelectorAll("math").length;
+        const budget = { left: 60000 };
+        await renderFormulas(box, budget);
+        const found = (text) => formulas.extensions[0].tokenizer(text) !== undefined;
+        return [before, budget.left < 60000, found("$" + "x".repeat(5000) + "$"), found("$x$")];
+        """
+    )
+    assert shown == [0, True, False, True]
+
+
 def test_export_and_import(page: Callable[..., Browser]) -> None:
     browser = wait_until_ready(page())
     browser.click("#open-list")

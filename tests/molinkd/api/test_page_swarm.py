@@ -123,8 +123,8 @@ def test_a_first_start_offers_models_that_fit(
     page: Callable[..., Browser], backend: FakeBackend, administration: FakeAdministration
 ) -> None:
     card = {"kind": "cuda", "name": "Card", "memory": 12 * swarms.GB, "read_rate": 400e9}
-    browser = page(at=OWNER)
     backend.swarm = {"peers": [swarms.peer(0, "attic", stage="auto", capacity=card)]}
+    browser = page(at=OWNER)
     browser.wait_for("#pc-list .card")
     browser.click("#close-manage")
     browser.wait_for(".offers button")
