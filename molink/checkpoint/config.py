@@ -9,13 +9,15 @@ from typing import Any, cast
 from molink.checkpoint.adapters import Adapter, read_adapters
 from molink.checkpoint.config_fields import ConfigFields, read_json
 from molink.checkpoint.families import ARCHITECTURES, CONFIG_DEFAULTS, Family, parse_traits
+from molink.checkpoint.image_rules import read_image_rules
 from molink.checkpoint.low_bit import LowBitScheme, parse_low_bit
 from molink.checkpoint.model_task import GENERATE, ModelTask, read_task
 from molink.checkpoint.multimodal import FLAT_MODELS, TEXT_MODELS, extract_text_config
 from molink.checkpoint.prequantized import parse_quantized
 from molink.checkpoint.rope import MAX_MODEL_LEN
 from molink.checkpoint.traits import FamilyTraits
-from molink.checkpoint.vision import VisionConfig, parse_vision, read_image_rules
+from molink.checkpoint.vision import VisionConfig
+from molink.checkpoint.vision_towers import parse_vision
 from molink.errors import BrokenModel, UnsupportedModel
 from molink.facts.dtypes import WeightDType
 from molink.facts.model import Quantize

@@ -21,6 +21,7 @@ from molink.checkpoint.rope import (
     parse_alpha_rope,
     parse_query_scaling,
     parse_rope,
+    parse_sections,
     parse_two_ropes,
 )
 from molink.checkpoint.trait_fields import (
@@ -253,9 +254,15 @@ def ministral3(fields: ConfigFields, layers: int) -> FamilyTraits:
 
 
 def qwen2(fields: ConfigFields, layers: int) -> FamilyTraits:
-    """Qwen2 and 2.5: biases, windows in upper layers."""
-    windows = parse_upper_windows(fields, layers)
-    return replace(base_traits(fields, layers), windows=windows, attention_bias=True)
+    """Qwen2 and 2.5, and their text models that see: biases, windows in upper layers."""
+    rope = parse_rope(fields, RopeDefaults(aliases={"mrope": "default"}))
+    traits = base_traits(fields, layers, rope=rope)
+    return replace(
+        traits,
+        rope=replace(rope, sections=parse_sections(fields, traits.head_dim)),
+        windows=parse_upper_windows(fields, layers),
+        attention_bias=True,
+    )
 
 
 def mimo(fields: ConfigFields, layers: int) -> FamilyTraits:

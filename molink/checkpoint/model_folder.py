@@ -18,6 +18,7 @@ from molink.checkpoint.foreign_formats import (
     refuse_foreign_tensors,
     refuse_unknown_tensors,
 )
+from molink.checkpoint.image_rules import PREPROCESSOR_FILE, PROCESSOR_FILE
 from molink.checkpoint.low_bit import LowBitScheme, can_be_low_bit
 from molink.checkpoint.model_task import MODULES_FILE, POOLING_FILE, SCORE_FILE
 from molink.checkpoint.multimodal import rename_tensors
@@ -25,12 +26,7 @@ from molink.checkpoint.placement_facts import model_facts
 from molink.checkpoint.prequantized import required_tensors
 from molink.checkpoint.safetensors_header import TensorRequirement, TensorSpan, read_header
 from molink.checkpoint.tensor_layout import TensorShapes, stage_tensors, vision_tensors
-from molink.checkpoint.vision import (
-    CONNECTOR_PREFIX,
-    PREPROCESSOR_FILE,
-    PROCESSOR_FILE,
-    TOWER_PREFIX,
-)
+from molink.checkpoint.vision import CONNECTOR_PREFIX, TOWER_PREFIX
 from molink.errors import BrokenModel, ModelNotFound, UnsupportedModel, UsageError
 from molink.facts.dtypes import WeightDType
 from molink.facts.layer_range import format_layers

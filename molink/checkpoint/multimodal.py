@@ -24,6 +24,7 @@ TEXT_MODELS = {
     "Idefics3ForConditionalGeneration": "llama",
     "Llama4ForConditionalGeneration": "llama4_text",
     "Mistral3ForConditionalGeneration": "mistral",
+    "Qwen2_5_VLForConditionalGeneration": "qwen2",
     "Qwen3_5ForConditionalGeneration": "qwen3_5_text",
     "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe_text",
     "SmolVLMForConditionalGeneration": "llama",
@@ -36,7 +37,9 @@ _TEXT_DEFAULTS = {
     for name in ("Idefics3ForConditionalGeneration", "SmolVLMForConditionalGeneration")
 }
 #: ``model_type`` of text models → another one of the same family.
-_SAME_TYPES = {"gemma4_unified_text": "gemma4_text"}
+_SAME_TYPES = {"gemma4_unified_text": "gemma4_text", "qwen2_5_vl_text": "qwen2"}
+#: Models whose text model has its fields in ``text_config`` only since transformers 4.52.
+_FORMERLY_FLAT = frozenset({"Qwen2_5_VLForConditionalGeneration"})
 #: Outer fields that concern the text model.
 _OUTER_FIELDS = (
     "dtype",
@@ -85,6 +88,7 @@ _VISION_PREFIXES = {
         ("vision_tower.vision_model", TOWER_PREFIX),
         ("vision_tower", TOWER_PREFIX),
         ("vision_model", TOWER_PREFIX),
+        ("visual.merger", CONNECTOR_PREFIX),
         ("visual", TOWER_PREFIX),
         ("multi_modal_projector", CONNECTOR_PREFIX),
         ("connector", CONNECTOR_PREFIX),
@@ -115,6 +119,8 @@ def extract_text_config(raw: Mapping[str, Any], where: str) -> Mapping[str, Any]
         flat = FLAT_MODELS.get(name) if isinstance(name, str) else None
         return None if flat is None else {**raw, "model_type": flat, "architectures": None}
     inner = ConfigFields(raw, where).get_object("text_config")
+    if not inner and name in _FORMERLY_FLAT:
+        inner = {**raw, "model_type": TEXT_MODELS[name]}
     if not inner:
         raise BrokenModel(f"{where}: text_config is missing")
     outer = {key: raw[key] for key in _OUTER_FIELDS if raw.get(key) is not None}

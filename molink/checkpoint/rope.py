@@ -29,7 +29,8 @@ class RopeConfig:
     ``original_context`` is the trained length in tokens: for ``dynamic`` always
     ``max_position_embeddings``, as in transformers. ``partial_rotary_factor`` is the rotated part
     of a head, its first dimensions; those of ``proportional`` are the first of each half, with the
-    frequencies that all would have.
+    frequencies that all would have. ``sections`` are numbers of pairs that an image's place, lines
+    and columns rotate (M-RoPE, arXiv 2409.12191, §2.1).
     """
 
     theta: float = DEFAULT_THETA
@@ -50,6 +51,7 @@ class RopeConfig:
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
     partial_rotary_factor: float = 1.0
+    sections: tuple[int, ...] = ()
 
     def rotary_dim(self, head_dim: int) -> int:
         """Number of dimensions of a head that have angles."""
@@ -124,6 +126,22 @@ def parse_scaled_longrope(config: ConfigFields, defaults: RopeDefaults) -> RopeC
         )
     stated = {} if short is None else {"attention_factor": short}
     return _parse_scaling({**found, **stated}, config, defaults)
+
+
+def parse_sections(config: ConfigFields, head_dim: int) -> tuple[int, ...]:
+    """Parse which pairs of a head are rotated by an image's place, lines and columns.
+
+    Raises:
+        BrokenModel: they are not all pairs.
+    """
+    found = config.get_object("rope_parameters") or config.get_object("rope_scaling")
+    sections = ConfigFields(found, f"{config.where}: rope settings").get_integers("mrope_section")
+    if sections and (len(sections) != 3 or 2 * sum(sections) != head_dim):
+        raise BrokenModel(
+            f"{config.where}: mrope_section {list(sections)[:9]} is not {head_dim // 2} pairs in "
+            "three parts"
+        )
+    return sections
 
 
 def parse_query_scaling(config: ConfigFields, rope: RopeConfig) -> QueryScaling | None:

@@ -11,9 +11,12 @@ from dataclasses import dataclass
 from PIL import Image
 
 from molink.checkpoint.vision import ImageRules, VisionConfig
+from molink.errors import RequestError
 
 #: Longest edge of an image whose ``detail`` is low, as in OpenAI's API.
 LOW_DETAIL = 512
+#: Longest edge of an image relative to the other, where it is not cut into tiles or squares.
+_MAX_RATIO = 200
 #: Longest edge of an image before it is cut into tiles.
 _MAX_TILED = 4096
 
@@ -32,7 +35,11 @@ class CutImage:
 
 
 def cut_image(image: Image.Image, vision: VisionConfig, *, low_detail: bool = False) -> CutImage:
-    """Cut an RGB ``image``; with ``low_detail`` to fewer rows."""
+    """Cut an RGB ``image``; with ``low_detail`` to fewer rows.
+
+    Raises:
+        RequestError: the model takes no image so narrow.
+    """
     rules = vision.rules
     if low_detail and max(image.size) > LOW_DETAIL:
         image = image.copy()
@@ -44,6 +51,9 @@ def cut_image(image: Image.Image, vision: VisionConfig, *, low_detail: bool = Fa
             return _cut_tiles(image, vision, tiled=bool(rules.longest) and not low_detail)
         case "lines":
             return _cut_lines(image, vision)
+        case "cells":
+            width, height = _fit_area(*image.size, vision)
+            return _show_whole(_resize(image, width, height, rules), vision)
 
 
 def _resize(image: Image.Image, width: int, height: int, rules: ImageRules) -> Image.Image:
@@ -116,6 +126,25 @@ def _cut_lines(image: Image.Image, vision: VisionConfig) -> CutImage:
     return CutImage(
         (image,), f"{rules.opening}{shown}{rules.closing}", (columns if lines > 1 else 0,)
     )
+
+
+def _fit_area(width: int, height: int, vision: VisionConfig) -> tuple[int, int]:
+    """A size of whole cells between the bounds of pixels, with the ratio as near as can be."""
+    rules, cell = vision.rules, vision.cell_pixels
+    if max(width, height) > _MAX_RATIO * min(width, height):
+        raise RequestError(
+            f"`messages`: an image of {width}x{height} pixels is too narrow for this model: at "
+            f"most {_MAX_RATIO} times as long as wide",
+            "messages",
+        )
+    columns, lines = round(width / cell), round(height / cell)
+    if columns * lines * cell**2 > rules.most_pixels:
+        shrink = math.sqrt(width * height / rules.most_pixels)
+        columns, lines = (max(1, math.floor(size / shrink / cell)) for size in (width, height))
+    elif columns * lines * cell**2 < rules.least_pixels:
+        grow = math.sqrt(rules.least_pixels / (width * height))
+        columns, lines = (math.ceil(size * grow / cell) for size in (width, height))
+    return min(columns * cell, rules.size), min(lines * cell, rules.size)
 
 
 def tile_pixels(cut: CutImage) -> Iterator[bytes]:

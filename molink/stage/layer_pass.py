@@ -47,7 +47,10 @@ def create_ropes(
     ]
     if config.latent is not None and config.latent.index is not None:
         kinds.append((config.rope, config.head_dim, config.latent.index.interleaved))
-    ropes = tuple(Rope(rope, size, dtype, device, interleaved) for rope, size, interleaved in kinds)
+    cell = 0 if config.vision is None else config.vision.cell_pixels
+    ropes = tuple(
+        Rope(rope, size, dtype, device, interleaved, cell) for rope, size, interleaved in kinds
+    )
     scaling = config.query_scaling
     return ropes if scaling is None else (*ropes, QueryScales(scaling, dtype, device))
 

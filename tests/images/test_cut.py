@@ -10,6 +10,7 @@ from PIL import Image
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from molink.checkpoint.config import ModelConfig
 from molink.checkpoint.vision import VisionConfig
@@ -18,14 +19,21 @@ from molink.images.cut import cut_image
 from molink.images.prompt import encode_prompt
 from molink.text.tokenizer import Tokenizer
 from tests.support.models import MakeModel
-from tests.support.sight import IMAGE_ID, PREPROCESSORS, make_picture, make_seeing
+from tests.support.sight import (
+    IMAGE_ID,
+    PREPROCESSORS,
+    cell_patches,
+    make_picture,
+    make_seeing,
+)
 
 PROCESSORS: dict[str, tuple[Any, dict[str, Any]]] = {
     "smolvlm": (Idefics3ImageProcessorPil, {"return_row_col_info": True}),
     "mistral3": (PixtralImageProcessorPil, {"patch_size": 16}),
     "gemma3": (Gemma3ImageProcessorPil, {}),
+    "qwen2_5_vl": (Qwen2VLImageProcessorPil, {}),
 }
-SIZES = [(30, 20), (100, 170), (64, 64), (8, 200), (400, 90), (1, 1)]
+SIZES = [(30, 20), (100, 170), (64, 64), (8, 200), (400, 90), (2, 2)]
 
 
 def open_vision(folder: Path) -> VisionConfig:
@@ -41,7 +49,7 @@ def seeing(request: Any, make_model: MakeModel, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("seeing", ["smolvlm", "mistral3"], indirect=True)
+@pytest.mark.parametrize("seeing", ["smolvlm", "mistral3", "gemma3", "qwen2_5_vl"], indirect=True)
 def test_pixels_of_the_released_processors(
     seeing: Path, size: tuple[int, int], request: pytest.FixtureRequest
 ) -> None:
@@ -49,10 +57,17 @@ def test_pixels_of_the_released_processors(
     picture, vision = make_picture(*size), open_vision(seeing)
     cut, (kind, more) = cut_image(picture, vision), PROCESSORS[family]
     given = PREPROCESSORS[family] | {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
-    found = kind(**given)(picture, return_tensors="pt", **more)["pixel_values"]
+    if family == "qwen2_5_vl":
+        given |= {"patch_size": 4}
+    found = kind(**given)(picture, return_tensors="pt", **more)
     ours = np.stack([np.array(tile) for tile in cut.tiles])
     pixels = (torch.from_numpy(ours).permute(0, 3, 1, 2) / 255 - 0.5) / 0.5
-    torch.testing.assert_close(pixels, found.view(pixels.shape), rtol=0, atol=1e-5)
+    if family == "qwen2_5_vl":
+        pixels = cell_patches(pixels[0], vision)
+        lines, columns = (extent // vision.patch_size for extent in cut.tiles[0].size[::-1])
+        assert found["image_grid_thw"].tolist() == [[1, lines, columns]]
+    expected = found["pixel_values"]
+    torch.testing.assert_close(pixels, expected.view(pixels.shape), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("seeing", ["smolvlm"], indirect=True)

@@ -16,7 +16,7 @@ from tests.support.sight import (
 )
 from tests.support.stage import BLOCK_SIZE, Reference
 
-FAMILIES = ("smolvlm", "mistral3", "gemma3")
+FAMILIES = ("smolvlm", "mistral3", "gemma3", "qwen2_5_vl")
 TEXT = "What is the difference between @ and @, please?"
 
 

@@ -310,6 +310,7 @@ SIGHT: dict[str, dict[str, Any]] = {
     "aya_vision": {"model_type": "siglip_vision_model", "image_size": 28},
     "cohere2_vision": {"model_type": "siglip_vision_model", "image_size": 28},
     "qwen3_5": {"model_type": "qwen3_5_vision", "out_hidden_size": 64},
+    "qwen2_5_vl": {"model_type": "qwen2_5_vl_vision", "out_hidden_size": 64},
 }
 _SMALL_SIGHT = {
     "hidden_size": 32,

@@ -35,6 +35,7 @@ TOKENS: dict[str, tuple[str, ...]] = {
     ),
     "mistral3": ("[IMG]", "[IMG_BREAK]", "[IMG_END]"),
     "gemma3": ("<image_soft_token>", "<start_of_image>", "<end_of_image>"),
+    "qwen2_5_vl": ("<|image_pad|>", "<|vision_start|>", "<|vision_end|>"),
 }
 IMAGE_ID = 259
 _FIELDS: dict[str, dict[str, Any]] = {
@@ -51,10 +52,32 @@ _FIELDS: dict[str, dict[str, Any]] = {
         "outer_config": {"image_token_index": IMAGE_ID, "mm_tokens_per_image": 16},
     },
 }
+_FIELDS["qwen2_5_vl"] = {
+    "vision_config": {
+        "patch_size": 4,
+        "depth": 3,
+        "num_heads": 2,
+        "hidden_size": 32,
+        "window_size": 16,
+        "fullatt_block_indexes": [1],
+    },
+    "outer_config": {
+        "image_token_id": IMAGE_ID,
+        "vision_start_token_id": IMAGE_ID + 1,
+        "vision_end_token_id": IMAGE_ID + 2,
+        "video_token_id": 300,
+    },
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "mrope_section": [2, 3, 3],
+    },
+}
 PREPROCESSORS: dict[str, dict[str, Any]] = {
     "smolvlm": {"size": {"longest_edge": 64}, "max_image_size": {"longest_edge": 32}},
     "mistral3": {"size": {"longest_edge": 64}, "image_mean": [0.4, 0.5, 0.6]},
     "gemma3": {"size": {"height": 32, "width": 32}, "resample": 2},
+    "qwen2_5_vl": {"min_pixels": 16 * 16, "max_pixels": 40 * 40},
 }
 _TEMPLATE = (
     "{%% for message in messages %%}<|im_start|>{{ message['role'] }}\n"
@@ -100,6 +123,15 @@ def encode_picture(picture: Image.Image, kind: str = "PNG") -> str:
     return base64.b64encode(file.getvalue()).decode()
 
 
+def cell_patches(tile: Tensor, vision: VisionConfig) -> Tensor:
+    """Patches of ``tile`` (``[3, height, width]``) cell by cell, each twice, as Qwen's are."""
+    side, patch = vision.connector.side, vision.patch_size
+    lines, columns = tile.shape[1] // patch, tile.shape[2] // patch
+    split = tile.view(3, lines // side, side, patch, columns // side, side, patch)
+    cells = split.permute(1, 4, 2, 5, 0, 3, 6).reshape(lines * columns, 3, 1, -1)
+    return cells.expand(-1, -1, vision.frames, -1).flatten(1)
+
+
 @dataclass(frozen=True)
 class SeenPrompt:
     """A prompt with images: ids as molink has them, and what transformers gets."""
@@ -135,6 +167,8 @@ class SeenPrompt:
             shape = image.span.height, image.span.width, 3
             pixels = torch.frombuffer(bytearray(image.pixels), dtype=torch.uint8).view(shape)
             tiles.append(((pixels / 255 - mean) / std).permute(2, 0, 1))
+        if rules.layout == "cells":
+            return self._patches(tiles)
         sizes = torch.tensor([[image.span.height, image.span.width] for image in self.images])
         if rules.layout == "tiles":
             return {"pixel_values": torch.stack(tiles)[None]}
@@ -146,6 +180,18 @@ class SeenPrompt:
         for one, tile in zip(padded, tiles, strict=True):
             one[:, : tile.shape[1], : tile.shape[2]] = tile
         return {"pixel_values": padded, "image_sizes": sizes}
+
+    def _patches(self, tiles: Sequence[Tensor]) -> dict[str, Tensor]:
+        """The inputs of a Qwen."""
+        patch = self.vision.patch_size
+        patches = [cell_patches(tile, self.vision) for tile in tiles]
+        grids = [[1, tile.shape[1] // patch, tile.shape[2] // patch] for tile in tiles]
+        seen = torch.tensor([[token >= FIRST_IMAGE_ID for token in self.ids]])
+        return {
+            "pixel_values": torch.cat(patches),
+            "image_grid_thw": torch.tensor(grids),
+            "mm_token_type_ids": seen.long(),
+        }
 
 
 @torch.inference_mode()

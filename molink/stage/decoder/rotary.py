@@ -27,6 +27,8 @@ from torch import Tensor
 
 from molink.checkpoint.rope import RopeConfig
 from molink.stage.batch import SequenceRows
+from molink.stage.decoder.image_positions import rotated_positions, shift_after
+from molink.stage.device_copy import upload_integers
 
 #: Initial table size in positions; doubled as sequences grow.
 _INITIAL_POSITIONS = 1024
@@ -37,17 +39,23 @@ class AngleTable:
     """Angles ``[n, 1, 2, rotary_dim]`` on the device, at a fixed address.
 
     Of ``positions`` positions; if sequences beyond ``short_context`` tokens have other angles,
-    these follow.
+    these follow. With ``cell`` text after images has other positions than its own.
     """
 
     angles: Tensor
     positions: int
     short_context: int
+    cell: int = 0
 
     def row_indices(
         self, positions: "array[int]", sequences: Sequence[SequenceRows]
     ) -> "Sequence[int] | array[int]":
         """Table indices of the angles of each sequence's single row."""
+        if self.cell and any(rows.images for rows in sequences):
+            return [
+                position + shift_after(rows.images, position, self.cell)
+                for position, rows in zip(positions, sequences, strict=True)
+            ]
         if len(self.angles) == self.positions:
             return positions
         return [
@@ -70,11 +78,14 @@ class Rope:
         dtype: torch.dtype,
         device: torch.device,
         interleaved: bool = False,
+        cell: int = 0,
     ) -> None:
+        """``cell`` is the side of an image's cells in pixels, if they have positions."""
         #: Permutes ``[2, 2, T, rotary_dim / 2]`` (cosines or sines, first or second of pairs).
         self._order = (2, 0, 3, 1) if interleaved else (2, 0, 1, 3)
         self._config, self._dim = config, config.rotary_dim(head_dim)
         self._dtype, self._device = dtype, device
+        self._cell = cell if config.sections else 0
         self._frequencies, self._scale = rope_frequencies(config, head_dim)
         self._tables = torch.empty(0)
 
@@ -89,6 +100,8 @@ class Rope:
             return self._angles_at(positions.cpu(), per_row).to(self._device)
         if self._tables.dim() == 1 or longest > self._tables.shape[1]:
             self._extend_tables(longest)
+        if self._cell and any(sequence.images for sequence in sequences):
+            return self._angles_of_images(sequences)
         if len(self._tables) == 1:
             return self._tables[0].index_select(0, positions)
         long = [max(rows.end, rows.max_positions) > config.original_context for rows in sequences]
@@ -112,7 +125,23 @@ class Rope:
         if self._tables.dim() == 1 or longest > self._tables.shape[1]:
             self._extend_tables(longest)
         positions = self._tables.shape[1]
-        return AngleTable(self._tables.flatten(0, 1), positions, config.original_context)
+        tables = self._tables.flatten(0, 1)
+        return AngleTable(tables, positions, config.original_context, self._cell)
+
+    def _angles_of_images(self, sequences: Sequence[SequenceRows]) -> Tensor:
+        """Angles where pairs follow an image's place, lines or columns, as sections say."""
+        numbers = [
+            number
+            for sequence in sequences
+            for places in rotated_positions(sequence, self._cell)
+            for number in places
+        ]
+        found = self._tables[0][upload_integers(numbers, self._device).view(-1, 3)]
+        counts = torch.tensor(self._config.sections)
+        axes = torch.arange(3).repeat_interleave(counts).repeat(2).to(self._device)
+        return found.gather(1, axes.view(1, 1, 1, 1, -1).expand(len(found), 1, *found.shape[2:]))[
+            :, 0
+        ]
 
     def _extend_tables(self, longest: int) -> None:
         size = max(_INITIAL_POSITIONS, 1 << (longest - 1).bit_length())

@@ -57,11 +57,46 @@ class VisionNormLayer:
 
 
 @dataclass(frozen=True, slots=True)
+class Windows:
+    """Which patches attend to each other: ``places`` ``[windows, most]`` of patches.
+
+    Windows at the edges have fewer; their ``hidden`` places repeat a patch.
+    """
+
+    places: Tensor
+    hidden: Tensor
+
+    @classmethod
+    def of_grid(cls, lines: int, columns: int, side: int, device: torch.device) -> "Windows":
+        """Squares of ``side`` patches, fewer at the edges, of a grid of patches."""
+        padded = -(-lines // side) * side, -(-columns // side) * side
+        grid = torch.full(padded, -1, device=device)
+        grid[:lines, :columns] = torch.arange(lines * columns, device=device).view(lines, columns)
+        squares = grid.view(padded[0] // side, side, padded[1] // side, side)
+        places = squares.transpose(1, 2).reshape(-1, side * side)
+        hidden = places < 0
+        return cls(torch.where(hidden, places.amax(dim=1, keepdim=True), places), hidden)
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, windows: Windows | None) -> Tensor:
+    """Attention of ``[T, heads, head_dim]``, of all to all or within windows."""
+    if windows is None:
+        query, key, value = (part.transpose(0, 1)[None] for part in (query, key, value))
+        return scaled_dot_product_attention(query, key, value)[0].transpose(0, 1)
+    seen, result = ~windows.hidden, torch.empty_like(query)
+    query, key, value = (part[windows.places].transpose(1, 2) for part in (query, key, value))
+    mask = seen[:, None, None, :]
+    attended = scaled_dot_product_attention(query, key, value, attn_mask=mask).transpose(1, 2)
+    result[windows.places[seen]] = attended[seen]
+    return result
+
+
+@dataclass(frozen=True, slots=True)
 class VisionBlock:
     """Attention of all patches to all patches, then an MLP."""
 
     attention_norm: VisionNormLayer
-    #: Queries, keys and values.
+    #: Queries, keys and values, or all at once.
     heads: tuple[Projection, ...]
     output: Projection
     mlp_norm: VisionNormLayer
@@ -71,17 +106,17 @@ class VisionBlock:
     activation: VisionActivation
     num_heads: int
 
-    def __call__(self, rows: Tensor, angles: Tensor | None) -> Tensor:
+    def __call__(
+        self, rows: Tensor, angles: Tensor | None, windows: "Windows | None" = None
+    ) -> Tensor:
         normed = self.attention_norm(rows)
-        query, key, value = (
-            project(normed).view(1, len(rows), self.num_heads, -1).transpose(1, 2)
-            for project in self.heads
-        )
+        parts = [project(normed) for project in self.heads]
+        parts = list(parts[0].chunk(3, dim=1)) if len(parts) == 1 else parts
+        query, key, value = (part.reshape(len(rows), self.num_heads, -1) for part in parts)
         if angles is not None:
-            rotate_half(query[0].transpose(0, 1), angles)
-            rotate_half(key[0].transpose(0, 1), angles)
-        attended = scaled_dot_product_attention(query, key, value)
-        rows = rows + self.output(attended[0].transpose(0, 1).reshape(len(rows), -1))
+            rotate_half(query, angles)
+            rotate_half(key, angles)
+        rows = rows + self.output(_attend(query, key, value, windows).flatten(1))
         normed = self.mlp_norm(rows)
         gate, *ups = (project(normed) for project in self.ups)
         inner = _ACTIVATIONS[self.activation](gate)
@@ -133,9 +168,13 @@ class VisionTower:
             rows = rows + self.positions
         if self.first_norm is not None:
             rows = self.first_norm(rows)
-        angles = self._compute_angles(lines, columns) if self.config.rope_theta else None
-        for block in self.blocks:
-            rows = block(rows, angles)
+        config = self.config
+        angles = self._compute_angles(lines, columns) if config.rope_theta else None
+        windows = None
+        if config.window:
+            windows = Windows.of_grid(lines, columns, config.window, self.device)
+        for layer, block in enumerate(self.blocks):
+            rows = block(rows, angles, None if layer in config.full_layers else windows)
         rows = rows if self.last_norm is None else self.last_norm(rows)
         rows = self._connect_rows(rows, lines, columns)
         assert len(rows) == cells
@@ -155,11 +194,13 @@ class VisionTower:
         size = self.config.head_dim
         exponents = torch.arange(0, size, 2, dtype=torch.float32) / size
         frequencies = 1.0 / self.config.rope_theta**exponents
+        by_line = frequencies[0::2]
+        by_column = frequencies[1::2] if self.config.alternating else by_line
         line, column = torch.meshgrid(torch.arange(lines), torch.arange(columns), indexing="ij")
         radians = torch.cat(
             (
-                line.reshape(-1, 1) * frequencies[0::2],
-                column.reshape(-1, 1) * frequencies[1::2],
+                line.reshape(-1, 1) * by_line,
+                column.reshape(-1, 1) * by_column,
             ),
             dim=1,
         )
@@ -205,8 +246,12 @@ def _merge_cells(rows: Tensor, side: int, merging: Merging) -> Tensor:
 def load_tower(reader: WeightReader, config: VisionConfig) -> VisionTower:
     """Load a tower and its connector; raises as :meth:`.WeightReader.read_tensors`."""
     names, connector = config.names, config.connector
-    patches = reader.read_tensors(f"{TOWER_PREFIX}{names.patches}.weight").flatten(1)
-    bias = reader.read_tensors(f"{TOWER_PREFIX}{names.patches}.bias") if config.biased else None
+    patches = reader.read_tensors(f"{TOWER_PREFIX}{names.patches}.weight")
+    if config.frames > 1:
+        patches = patches.float().sum(dim=2).to(patches.dtype)
+    bias = None
+    if config.has_patch_bias:
+        bias = reader.read_tensors(f"{TOWER_PREFIX}{names.patches}.bias")
     positions = None
     if names.positions is not None:
         positions = reader.read_tensors(f"{TOWER_PREFIX}{names.positions}.weight")
@@ -220,7 +265,7 @@ def load_tower(reader: WeightReader, config: VisionConfig) -> VisionTower:
     )
     return VisionTower(
         config,
-        PlainLinear(patches, bias),
+        PlainLinear(patches.flatten(1), bias),
         positions,
         first,
         tuple(_load_block(reader, config, layer) for layer in range(config.layers)),
@@ -237,12 +282,13 @@ def _load_block(reader: WeightReader, config: VisionConfig, layer: int) -> Visio
     names = config.names
     prefix = f"{names.layers}{layer}."
     found = _load_projections(reader, TOWER_PREFIX, config.layer_projections(layer))
+    heads = len(names.heads)
     return VisionBlock(
         _load_tower_norm(reader, config, f"{prefix}{names.attention_norm}"),
-        found[:3],
-        found[3],
+        found[:heads],
+        found[heads],
         _load_tower_norm(reader, config, f"{prefix}{names.mlp_norm}"),
-        found[4:-1],
+        found[heads + 1 : -1],
         found[-1],
         config.activation,
         config.heads,

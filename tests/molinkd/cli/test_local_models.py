@@ -143,6 +143,7 @@ def test_show_a_folder(home: Home, capsys: pytest.CaptureFixture[str]) -> None:
         "context": "2048 tokens",
         "quantization": "none (bf16)",
         "chat template": "yes",
+        "images": "no",
         "bundled": str(path),
     }
 

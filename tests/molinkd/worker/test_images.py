@@ -49,7 +49,7 @@ class Sight(States):
             self.answers[key] = []
 
 
-@pytest.fixture(scope="module", params=["smolvlm", "mistral3", "gemma3"])
+@pytest.fixture(scope="module", params=["smolvlm", "mistral3", "gemma3", "qwen2_5_vl"])
 def folder(request: pytest.FixtureRequest, make_model: MakeModel, tmp_path_factory: Any) -> Path:
     torch.set_num_threads(1)
     return make_seeing(make_model, tmp_path_factory.mktemp("sight") / "model", request.param)

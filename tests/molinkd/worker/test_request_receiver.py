@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from molink.checkpoint.vision import parse_vision
+from molink.checkpoint.vision_towers import parse_vision
 from molink.facts.images import ImageInput, ImageSpan
 from molink.routing.cache_report import CacheReport, span_digests, unpack_report
 from molink.scheduler.config import SchedulerConfig

@@ -42,6 +42,7 @@ class ModelSummary:
     quantization: str | None = None
     license: str | None = None
     chat_template: bool | None = None
+    images: bool | None = None
     trouble: str | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -56,6 +57,7 @@ class ModelSummary:
             "parameters": None if parameters is None else _format_count(parameters),
             "context": None if context is None else f"{context} tokens",
             "chat_template": None if self.chat_template is None else _CHOICE[self.chat_template],
+            "images": None if self.images is None else _CHOICE[self.images],
         }
         return [
             (name.replace("_", " "), str(text)) for name, text in shown.items() if text is not None
@@ -109,6 +111,7 @@ def _describe_files(path: Path) -> ModelSummary:
         quantization=_describe_quantization(config, tensors),
         license=license,
         chat_template=has_template,
+        images=config.vision is not None,
     )
 
 

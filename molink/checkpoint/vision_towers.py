@@ -1,0 +1,326 @@
+"""Vision towers by architecture: what ``config.json`` says of them.
+
+Only this module knows them; :mod:`molink.checkpoint.vision` has what they differ in.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from molink.checkpoint.config_fields import ConfigFields
+from molink.checkpoint.vision import (
+    MAX_SIDE,
+    ConnectorShape,
+    ImageRules,
+    LinearShape,
+    NormShape,
+    TowerNames,
+    VisionActivation,
+    VisionConfig,
+)
+from molink.errors import BrokenModel, UnsupportedModel
+
+_MAX_LAYERS, _MAX_WIDTH, _MAX_PATCH = 256, 2**16, 64
+_CLIP_MEAN = 0.48145466, 0.4578275, 0.40821073
+_CLIP_STD = 0.26862954, 0.26130258, 0.27577711
+_ACTIVATIONS: dict[str, VisionActivation] = {
+    "silu": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _TextShape:
+    """What a connector takes from the text model."""
+
+    hidden_size: int
+    norm_eps: float
+
+
+def parse_vision(
+    raw: Mapping[str, Any], where: str, hidden_size: int, norm_eps: float
+) -> VisionConfig | None:
+    """Parse the vision tower of a ``config.json``; ``None`` if there is none that molink computes.
+
+    ``hidden_size`` and ``norm_eps`` are the text model's. Rules are those of the released models;
+    :func:`.read_image_rules` replaces them.
+
+    Raises:
+        BrokenModel: a field is invalid.
+        UnsupportedModel: a feature of such a tower is not implemented.
+    """
+    named = raw.get("architectures")
+    name = named[0] if isinstance(named, list) and named else None
+    if not isinstance(name, str) or name not in _TOWERS:
+        return None
+    parse = _TOWERS[name]
+    outer = ConfigFields(raw, where)
+    given = outer.get_object("vision_config").items()
+    fields = _DEFAULTS[name] | {key: value for key, value in given if value is not None}
+    inner = ConfigFields(fields, f"{where}: vision_config")
+    vision = parse(outer, inner, _TextShape(hidden_size, norm_eps))
+    if vision.hidden_size % vision.heads or vision.head_dim % 4:
+        raise BrokenModel(f"{inner.where}: {vision.hidden_size} is not {vision.heads} whole heads")
+    return vision
+
+
+def _siglip(
+    fields: ConfigFields,
+    connector: ConnectorShape,
+    rules: ImageRules,
+    *,
+    whole_images: bool = False,
+) -> VisionConfig:
+    """SigLIP (arXiv 2303.15343), also with Idefics' or SmolVLM's name."""
+    patch = fields.get_integer("patch_size", maximum=_MAX_PATCH)
+    size = fields.get_integer("image_size", maximum=MAX_SIDE)
+    return VisionConfig(
+        layers=fields.get_integer("num_hidden_layers", 12, _MAX_LAYERS),
+        hidden_size=fields.get_integer("hidden_size", maximum=_MAX_WIDTH),
+        heads=fields.get_integer("num_attention_heads", maximum=_MAX_WIDTH),
+        intermediate_size=fields.get_integer("intermediate_size", maximum=_MAX_WIDTH),
+        patch_size=patch,
+        norm_kind="biased layer",
+        norm_eps=fields.get_positive("layer_norm_eps", 1e-6),
+        activation=_parse_activation(fields, "hidden_act", "gelu_pytorch_tanh"),
+        connector=connector,
+        rules=replace(rules, size=size),
+        position_side=size // patch,
+        whole_images=whole_images,
+    )
+
+
+def _idefics3(outer: ConfigFields, inner: ConfigFields, text: _TextShape) -> VisionConfig:
+    """Idefics 3 (arXiv 2408.12637, §2.2) and SmolVLM: pixel shuffle and one projection."""
+    side = outer.get_integer("scale_factor", 2, _MAX_PATCH)
+    width = inner.get_integer("hidden_size", maximum=_MAX_WIDTH)
+    project = LinearShape(
+        name="modality_projection.proj", inputs=width * side**2, outputs=text.hidden_size
+    )
+    connector = ConnectorShape(side=side, merging="by row", projections=(project,))
+    rules = ImageRules(
+        layout="tiles",
+        placeholder="<image>",
+        token="<image>",
+        opening="<fake_token_around_image><global-img>",
+        closing="<fake_token_around_image>",
+        size=0,
+        longest=1456,
+        resample=1,
+    )
+    return _siglip(inner, connector, rules)
+
+
+def _gemma3(outer: ConfigFields, inner: ConfigFields, text: _TextShape) -> VisionConfig:
+    """Gemma 3 (arXiv 2503.19786, §2.1): means of cells, so many that an image has 256 tokens."""
+    width = inner.get_integer("hidden_size", maximum=_MAX_WIDTH)
+    tokens = outer.get_integer("mm_tokens_per_image", 256, MAX_SIDE)
+    patches = inner.get_integer("image_size") // inner.get_integer("patch_size")
+    cells = int(tokens**0.5)
+    if cells**2 != tokens or patches % cells:
+        raise BrokenModel(
+            f"{outer.where}: mm_tokens_per_image {tokens} does not fit {patches} patches a side"
+        )
+    project = LinearShape(
+        name="mm_input_projection_weight", inputs=width, outputs=text.hidden_size, transposed=True
+    )
+    eps = inner.get_positive("layer_norm_eps", 1e-6)
+    connector = ConnectorShape(
+        side=patches // cells,
+        merging="mean",
+        projections=(project,),
+        cell_norm=NormShape(name="mm_soft_emb_norm", kind="rms", eps=eps, offset=1.0),
+    )
+    rules = ImageRules(
+        layout="square",
+        placeholder="<start_of_image>",
+        token="<image_soft_token>",
+        opening="\n\n<start_of_image>",
+        closing="<end_of_image>\n\n",
+        size=0,
+        resample=2,
+    )
+    return _siglip(inner, connector, rules, whole_images=True)
+
+
+#: Names of Pixtral's modules.
+_PIXTRAL_NAMES = TowerNames(
+    patches="patch_conv",
+    positions=None,
+    first_norm="ln_pre",
+    last_norm=None,
+    layers="transformer.layers.",
+    attention_norm="attention_norm",
+    attention="attention",
+    output="o_proj",
+    mlp_norm="ffn_norm",
+    mlp=("feed_forward.gate_proj", "feed_forward.up_proj", "feed_forward.down_proj"),
+)
+
+
+def _mistral3(outer: ConfigFields, inner: ConfigFields, text: _TextShape) -> VisionConfig:
+    """Pixtral's tower (arXiv 2410.07073, §2.2) with Mistral 3's merged patches."""
+    kind = inner.get_string("model_type", "pixtral")
+    if kind != "pixtral" or outer.get_value("vision_feature_layer") not in (None, -1):
+        raise UnsupportedModel(f"{outer.where}: not the last layer of Pixtral, but {kind[:40]!a}")
+    width, hidden = inner.get_integer("hidden_size", maximum=_MAX_WIDTH), text.hidden_size
+    side = outer.get_integer("spatial_merge_size", 2, _MAX_PATCH)
+    biased = outer.get_boolean("multimodal_projector_bias", False)
+    connector = ConnectorShape(
+        side=side,
+        merging="by channel",
+        row_norm=NormShape(name="norm", kind="rms", eps=text.norm_eps),
+        projections=(
+            LinearShape(name="patch_merger.merging_layer", inputs=width * side**2, outputs=width),
+            LinearShape(
+                name="linear_1", inputs=width, outputs=hidden, biased=biased, activated=True
+            ),
+            LinearShape(
+                name="linear_2", inputs=text.hidden_size, outputs=text.hidden_size, biased=biased
+            ),
+        ),
+    )
+    if _parse_activation(outer, "projector_hidden_act", "gelu") != "gelu":
+        raise UnsupportedModel(f"{outer.where}: projector_hidden_act is not gelu")
+    rope = ConfigFields(inner.get_object("rope_parameters"), inner.where)
+    theta = rope.get_positive("rope_theta", inner.get_positive("rope_theta", 10000.0))
+    return VisionConfig(
+        layers=inner.get_integer("num_hidden_layers", maximum=_MAX_LAYERS),
+        hidden_size=width,
+        heads=inner.get_integer("num_attention_heads", maximum=_MAX_WIDTH),
+        intermediate_size=inner.get_integer("intermediate_size", maximum=_MAX_WIDTH),
+        patch_size=inner.get_integer("patch_size", maximum=_MAX_PATCH),
+        norm_kind="rms",
+        norm_eps=1e-5,
+        activation=_parse_activation(inner, "hidden_act", "gelu"),
+        connector=connector,
+        rules=ImageRules(
+            layout="lines",
+            placeholder="[IMG]",
+            token="[IMG]",
+            closing="[IMG_END]",
+            line_end="[IMG_BREAK]",
+            size=inner.get_integer("image_size", maximum=MAX_SIDE),
+            mean=_CLIP_MEAN,
+            std=_CLIP_STD,
+        ),
+        names=_PIXTRAL_NAMES,
+        gated=True,
+        biased=False,
+        rope_theta=theta,
+        alternating=True,
+    )
+
+
+def _qwen2_5(outer: ConfigFields, inner: ConfigFields, text: _TextShape) -> VisionConfig:
+    """Qwen2.5-VL (arXiv 2502.13923, §2.1.1): windows in most layers."""
+    width, side = (
+        inner.get_integer("hidden_size", maximum=_MAX_WIDTH),
+        inner.get_integer("spatial_merge_size", maximum=_MAX_PATCH),
+    )
+    patch = inner.get_integer("patch_size", maximum=_MAX_PATCH)
+    cell = patch * side
+    merged = width * side**2
+    return VisionConfig(
+        layers=inner.get_integer("depth", maximum=_MAX_LAYERS),
+        hidden_size=width,
+        heads=inner.get_integer("num_heads", maximum=_MAX_WIDTH),
+        intermediate_size=inner.get_integer("intermediate_size", maximum=_MAX_WIDTH),
+        patch_size=patch,
+        norm_kind="rms",
+        norm_eps=1e-6,
+        activation=_parse_activation(inner, "hidden_act", "silu"),
+        connector=ConnectorShape(
+            side=side,
+            merging="by row",
+            row_norm=NormShape(name="ln_q", kind="rms", eps=1e-6),
+            projections=(
+                LinearShape(
+                    name="mlp.0", inputs=merged, outputs=merged, biased=True, activated=True
+                ),
+                LinearShape(name="mlp.2", inputs=merged, outputs=text.hidden_size, biased=True),
+            ),
+        ),
+        rules=ImageRules(
+            layout="cells",
+            placeholder="<|image_pad|>",
+            token="<|image_pad|>",
+            size=MAX_SIDE // cell * cell,
+            least_pixels=56 * 56,
+            most_pixels=28 * 28 * 1280,
+            mean=_CLIP_MEAN,
+            std=_CLIP_STD,
+        ),
+        names=TowerNames(
+            patches="patch_embed.proj",
+            positions=None,
+            last_norm=None,
+            layers="blocks.",
+            attention_norm="norm1",
+            attention="attn",
+            heads=("qkv",),
+            output="proj",
+            mlp_norm="norm2",
+            mlp=("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
+        ),
+        gated=True,
+        rope_theta=10000.0,
+        window=inner.get_integer("window_size", maximum=MAX_SIDE) // cell * side,
+        full_layers=frozenset(inner.get_integers("fullatt_block_indexes")),
+        frames=inner.get_integer("temporal_patch_size", maximum=_MAX_PATCH),
+    )
+
+
+_IDEFICS_DEFAULTS = {
+    "hidden_size": 1152,
+    "num_attention_heads": 16,
+    "intermediate_size": 3072,
+    "image_size": 224,
+    "patch_size": 32,
+}
+#: Defaults of absent fields of towers.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "Qwen2_5_VLForConditionalGeneration": {
+        "hidden_size": 3584,
+        "depth": 32,
+        "num_heads": 16,
+        "intermediate_size": 3420,
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "window_size": 112,
+        "fullatt_block_indexes": [7, 15, 23, 31],
+    },
+    "SmolVLMForConditionalGeneration": _IDEFICS_DEFAULTS,
+    "Idefics3ForConditionalGeneration": _IDEFICS_DEFAULTS,
+    "Gemma3ForConditionalGeneration": {
+        "hidden_size": 768,
+        "num_attention_heads": 12,
+        "intermediate_size": 3072,
+        "image_size": 224,
+        "patch_size": 16,
+    },
+    "Mistral3ForConditionalGeneration": {
+        "hidden_size": 1024,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+        "intermediate_size": 4096,
+        "image_size": 1540,
+        "patch_size": 14,
+    },
+}
+_TOWERS: dict[str, Callable[[ConfigFields, ConfigFields, _TextShape], VisionConfig]] = {
+    "SmolVLMForConditionalGeneration": _idefics3,
+    "Idefics3ForConditionalGeneration": _idefics3,
+    "Mistral3ForConditionalGeneration": _mistral3,
+    "Gemma3ForConditionalGeneration": _gemma3,
+    "Qwen2_5_VLForConditionalGeneration": _qwen2_5,
+}
+
+
+def _parse_activation(fields: ConfigFields, name: str, default: str) -> VisionActivation:
+    found = fields.get_string(name, default)
+    if found not in _ACTIVATIONS:
+        raise UnsupportedModel(f"{fields.where}: {name} {found[:40]!a} is not supported")
+    return _ACTIVATIONS[found]

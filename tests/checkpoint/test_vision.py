@@ -1,0 +1,184 @@
+"""Vision towers of the released configs: sizes, tensors, tokens of an image, refusals."""
+
+import json
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from molink.checkpoint.config import ModelConfig
+from molink.checkpoint.tensor_layout import stage_tensors
+from molink.checkpoint.vision import VisionConfig
+from molink.errors import BrokenModel
+from tests.checkpoint.test_multimodal import GEMMA3_4B
+
+#: What config.json of HuggingFaceTB/SmolVLM-256M-Instruct says.
+SMOLVLM_256M = {
+    "architectures": ["Idefics3ForConditionalGeneration"],
+    "scale_factor": 4,
+    "text_config": {
+        "hidden_size": 576,
+        "head_dim": 64,
+        "intermediate_size": 1536,
+        "model_type": "llama",
+        "num_attention_heads": 9,
+        "num_hidden_layers": 30,
+        "num_key_value_heads": 3,
+        "vocab_size": 49280,
+        "rope_theta": 100000,
+    },
+    "vision_config": {
+        "hidden_size": 768,
+        "image_size": 512,
+        "intermediate_size": 3072,
+        "model_type": "idefics3_vision",
+        "num_attention_heads": 12,
+        "patch_size": 16,
+    },
+}
+#: mistralai/Mistral-Small-3.1-24B-Instruct-2503
+MISTRAL_SMALL = {
+    "architectures": ["Mistral3ForConditionalGeneration"],
+    "multimodal_projector_bias": False,
+    "projector_hidden_act": "gelu",
+    "spatial_merge_size": 2,
+    "vision_feature_layer": -1,
+    "text_config": {
+        "head_dim": 128,
+        "hidden_size": 5120,
+        "intermediate_size": 32768,
+        "model_type": "mistral",
+        "num_attention_heads": 32,
+        "num_hidden_layers": 40,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-05,
+        "vocab_size": 131072,
+    },
+    "vision_config": {
+        "head_dim": 64,
+        "hidden_act": "silu",
+        "hidden_size": 1024,
+        "image_size": 1540,
+        "intermediate_size": 4096,
+        "model_type": "pixtral",
+        "num_attention_heads": 16,
+        "num_hidden_layers": 24,
+        "patch_size": 14,
+        "rope_theta": 10000.0,
+    },
+}
+#: Qwen/Qwen2.5-VL-3B-Instruct, whose text model has its fields beside the tower's.
+QWEN25_VL_3B = {
+    "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+    "hidden_size": 2048,
+    "intermediate_size": 11008,
+    "max_window_layers": 70,
+    "model_type": "qwen2_5_vl",
+    "num_attention_heads": 16,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+    "rope_theta": 1000000.0,
+    "sliding_window": 32768,
+    "tie_word_embeddings": True,
+    "use_sliding_window": False,
+    "vision_config": {
+        "depth": 32,
+        "fullatt_block_indexes": [7, 15, 23, 31],
+        "hidden_act": "silu",
+        "hidden_size": 1280,
+        "intermediate_size": 3420,
+        "num_heads": 16,
+        "out_hidden_size": 2048,
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+        "window_size": 112,
+    },
+    "vocab_size": 151936,
+}
+
+
+def tower(raw: dict[str, Any]) -> VisionConfig:
+    vision = ModelConfig.parse_config(raw, "config.json").vision
+    assert vision is not None
+    return vision
+
+
+@pytest.mark.parametrize(
+    ("raw", "size", "rows", "tensors", "millions"),
+    [
+        (SMOLVLM_256M, (512, 512), 64, 198, 93),
+        (GEMMA3_4B, (896, 896), 256, 439, 419),
+        (MISTRAL_SMALL, (1540, 1512), 55 * 54, 222, 438),
+        (QWEN25_VL_3B, (336, 448), 192, 390, 668),
+    ],
+    ids=["SmolVLM-256M", "Gemma 3 4B", "Mistral Small 3.1", "Qwen2.5-VL 3B"],
+)
+def test_released_towers(
+    raw: dict[str, Any], size: tuple[int, int], rows: int, tensors: int, millions: int
+) -> None:
+    vision = tower(raw)
+    shapes = vision.tensors
+    assert vision.count_rows(*size) == rows
+    assert len(shapes) == tensors
+    assert sum(map(prod, shapes.values())) // 1_000_000 == millions
+    config = ModelConfig.parse_config(raw, "config.json")
+    assert shapes.keys() <= stage_tensors(config, 0, 2).keys()
+    assert not shapes.keys() & stage_tensors(config, 1, 3).keys()
+
+
+def test_a_flat_text_model_rotates_by_sections() -> None:
+    config = ModelConfig.parse_config(QWEN25_VL_3B, "config.json")
+    assert (config.family, config.layers, config.tied_embeddings) == ("qwen2", 36, True)
+    assert (config.rope.kind, config.rope.sections) == ("default", (16, 24, 24))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"mm_tokens_per_image": 250}, "mm_tokens_per_image 250 does not fit"),
+        (
+            {"vision_config": GEMMA3_4B["vision_config"] | {"num_attention_heads": 7}},
+            "not 7 whole heads",
+        ),
+        ({"vision_config": {"patch_size": 0}}, "patch_size must be a positive integer"),
+        ({"vision_config": 3}, "vision_config must be an object"),
+    ],
+)
+def test_contradictions_are_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(BrokenModel, match=message):
+        tower(GEMMA3_4B | change)
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        MISTRAL_SMALL | {"vision_feature_layer": -2},
+        MISTRAL_SMALL
+        | {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 128}},
+    ],
+    ids=["another layer", "quantized"],
+)
+def test_other_towers_leave_the_text_model(raw: dict[str, Any]) -> None:
+    config = ModelConfig.parse_config(raw, "config.json")
+    assert config.is_text_only
+    assert any("images are not supported" in note for note in config.notes)
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        ({"size": {"height": 448, "width": 448}}, "images of 448 pixels a side"),
+        ({"image_std": [0.5, 0.0, 0.5]}, "image_std must be positive"),
+        ({"image_mean": [0.5]}, "image_mean must have three numbers"),
+    ],
+)
+def test_rules_that_contradict_the_tower(
+    tmp_path: Path, rules: dict[str, Any], message: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(GEMMA3_4B), encoding="utf-8")
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(rules), encoding="utf-8")
+    with pytest.raises(BrokenModel, match=message):
+        ModelConfig.load_folder(tmp_path)
