@@ -12,7 +12,9 @@ from molink.checkpoint.multimodal import FLAT_MODELS, TEXT_MODELS
 from molink.facts.drafts import AUTO_DRAFTS
 from molink.gguf.family_configs import FAMILY_CONFIGS
 from molink.text.tool_calls.formats import TOOL_CALL_FORMATS
+from molink.wire.protocol import PROTOCOL
 from molinkd.cli.swarm_file import ModelSection, SwarmFile, read_swarm_file
+from molinkd.coordinator.schema import SCHEMA_VERSION, UPGRADES
 from molinkd.peer.settings import SETTING_NAMES, Settings
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -228,3 +230,10 @@ def test_swarm_file_fields_are_documented(tmp_path: Path) -> None:
     example = tmp_path / "swarm.toml"
     example.write_text(text.partition("```toml\n")[2].partition("```")[0], encoding="utf-8")
     assert len(read_swarm_file(example)[0].models) == 2
+
+
+def test_the_table_of_releases_names_the_present_numbers() -> None:
+    text = (ROOT / "docs" / "releases.md").read_text(encoding="utf-8")
+    first, *_ = re.findall(r"^\| [^|]+ \| (\d+) \| (\d+) \| ([\d, ]+) \|$", text, re.MULTILINE)
+    assert first == (str(PROTOCOL), str(SCHEMA_VERSION), ", ".join(map(str, sorted(UPGRADES))))
+    assert sorted(UPGRADES) == list(range(min(UPGRADES), SCHEMA_VERSION)), "no gap"

@@ -1,6 +1,5 @@
 """The state of a former format is read, changed to the present one, and kept as it was beside."""
 
-import re
 import sqlite3
 from contextlib import closing
 from pathlib import Path
@@ -9,15 +8,12 @@ import pytest
 
 from molink.errors import StateError
 from molink.swarm.election.replica import decode_replica
-from molink.wire.protocol import PROTOCOL
 from molinkd.coordinator import schema
 from molinkd.coordinator.schema import SCHEMA_VERSION, UPGRADES
 from molinkd.coordinator.state_store import STATE_FILE, StateStore
 from molinkd.peer.membership.membership_record import read_membership
 from molinkd.peer.settings import read_options
 from tests.support.former_state import FORMAT, SWARM, restore_home
-
-ROOT = Path(__file__).resolve().parents[3]
 
 
 def columns(path: Path) -> dict[str, set[tuple[object, ...]]]:
@@ -82,10 +78,3 @@ def test_a_failed_upgrade_changes_nothing(tmp_path: Path, monkeypatch: pytest.Mo
         StateStore.open(home.coordinator)
     assert read_format(home.coordinator / STATE_FILE) == FORMAT
     assert columns(home.coordinator / STATE_FILE) == before
-
-
-def test_the_table_of_releases_names_the_present_numbers() -> None:
-    text = (ROOT / "docs" / "releases.md").read_text(encoding="utf-8")
-    first, *_ = re.findall(r"^\| [^|]+ \| (\d+) \| (\d+) \| ([\d, ]+) \|$", text, re.MULTILINE)
-    assert first == (str(PROTOCOL), str(SCHEMA_VERSION), ", ".join(map(str, sorted(UPGRADES))))
-    assert sorted(UPGRADES) == list(range(min(UPGRADES), SCHEMA_VERSION)), "no gap"

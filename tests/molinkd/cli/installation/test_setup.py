@@ -110,6 +110,7 @@ def test_what_goes_with_torch_is_read_from_the_package(monkeypatch: pytest.Monke
 
 
 def test_an_environment_without_pip_uses_uv(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packages.importlib.util, "find_spec", lambda name: name)
     assert packages.installer_command()[:3] == [sys.executable, "-m", "pip"]
     monkeypatch.setattr(packages.importlib.util, "find_spec", lambda _: None)
     monkeypatch.setattr(packages.shutil, "which", lambda _: "/opt/uv")
