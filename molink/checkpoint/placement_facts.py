@@ -22,7 +22,14 @@ from molink.checkpoint.tensor_layout import (
 )
 from molink.facts.dtypes import DTYPE_SIZES, KV_SCALE_BYTES, OUTPUT_MULTIPLE, narrow_dtype
 from molink.facts.kernels import MAX_KERNEL_HEAD_DIM
-from molink.facts.model import BlockWeights, ModelFacts, NarrowWeights, Quantize
+from molink.facts.model import (
+    BlockWeights,
+    ExpertFacts,
+    LayerWeights,
+    ModelFacts,
+    NarrowWeights,
+    Quantize,
+)
 from molink.gguf.block_formats import fits_planes, fits_rows, resident_bytes
 from molink.gguf.ggml_types import find_packed
 
@@ -69,6 +76,7 @@ def model_facts(
         block_weights=_count_block_bytes(config, layers, tensors or {}, on_gpu=False),
         plane_weights=_count_block_bytes(config, layers, tensors or {}, on_gpu=True),
         narrow=_narrow_weights(config, projections, tensors or {}),
+        experts=_expert_facts(config, layers, tensors or {}),
         int8_bytes=max(_quantized_bytes(shapes, "int8") for shapes in projections),
         nf4_bytes=max(_quantized_bytes(shapes, "nf4") for shapes in projections),
         widest=max(config.hidden_size * 2 * inner, _widest_mixer(config, projections)),
@@ -81,6 +89,53 @@ def model_facts(
         vocabulary=config.vocab_size,
         tied=config.tied_embeddings,
         quantized=config.quantized,
+    )
+
+
+def _expert_facts(
+    config: ModelConfig, layers: Sequence[TensorShapes], tensors: Mapping[str, TensorSpec]
+) -> ExpertFacts | None:
+    """Routed experts by layer; ``None`` if there are none."""
+    every = [
+        {name: shape for name, shape in shapes.items() if ".experts." in name} for shapes in layers
+    ]
+    found = [_layer_weights(config, shapes, tensors) for shapes in every if shapes]
+    dense = [
+        _layer_weights(config, shapes, tensors)
+        for shapes, routed in zip(layers, every, strict=True)
+        if not routed
+    ]
+    if config.experts is None or not found:
+        return None
+
+    def size(weights: LayerWeights) -> tuple[int, int]:
+        return sum(weights.plane_bytes), weights.layer_bytes
+
+    return ExpertFacts(
+        num_experts=config.experts.num_experts,
+        top_k=config.experts.top_k,
+        least=min(found, key=size),
+        most=max(found, key=size),
+        dense_layers=tuple(
+            layer for layer in range(config.layers) if config.layer_experts(layer) is None
+        ),
+        dense=max(dense, key=size, default=LayerWeights()),
+    )
+
+
+def _layer_weights(
+    config: ModelConfig, shapes: TensorShapes, tensors: Mapping[str, TensorSpec]
+) -> LayerWeights:
+    projections = _quantizable_weights(shapes)
+    narrow = _narrow_weights(config, [projections], tensors)
+    return LayerWeights(
+        layer_bytes=_count_elements(shapes) * DTYPE_SIZES[config.dtype],
+        projection_bytes=_count_elements(projections) * DTYPE_SIZES[config.dtype],
+        int8_bytes=_quantized_bytes(projections, "int8"),
+        nf4_bytes=_quantized_bytes(projections, "nf4"),
+        narrow_bytes=0 if narrow is None else narrow.layer,
+        block_bytes=_split_bytes(shapes, config, tensors, on_gpu=False),
+        plane_bytes=_split_bytes(shapes, config, tensors, on_gpu=True),
     )
 
 

@@ -8,6 +8,19 @@ from molink.facts.dtypes import NarrowDType
 from molink.facts.scalars import Count, Index, Text
 
 
+class ExpertHost(msgspec.Struct, frozen=True, kw_only=True):
+    """The CPU beside a device, and the host memory in which experts may lie.
+
+    Fields are as in :class:`Device`.
+    """
+
+    memory: Count
+    read_rate: float = 0.0
+    bf16: bool = True
+    narrow_dtypes: Annotated[tuple[NarrowDType, ...], msgspec.Meta(max_length=2)] = ()
+    has_block_kernels: bool = False
+
+
 class Device(msgspec.Struct, frozen=True, kw_only=True):
     """One device; ``kind`` is ``cpu`` or ``cuda``.
 
@@ -37,3 +50,5 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     block_size: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 1
     #: Bytes of ``memory`` that a draft model takes in addition to the first stage.
     draft_bytes: Count = 0
+    #: Where experts may lie that don't fit; ``None`` if nowhere.
+    expert_host: ExpertHost | None = None

@@ -8,12 +8,14 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from typing import Literal
 
+from molink.facts.device import ExpertHost
 from molink.facts.dtypes import DTYPE_SIZES, NarrowDType, weight_dtype
 from molink.facts.model import (
     BLOCK_SIZE,
     BlockWeights,
     KVCacheDType,
     LayerRange,
+    LayerWeights,
     ModelFacts,
     NarrowWeights,
     Quantize,
@@ -96,6 +98,8 @@ class StageSetup:
     narrow_dtypes: tuple[NarrowDType, ...] = ()
     #: Whether attention reads KV pages in place.
     reads_pages: bool = False
+    #: How the CPU beside the device keeps experts in host memory; ``None`` if it has none.
+    host: "StageSetup | None" = None
 
     def element_bytes(self, facts: ModelFacts) -> int:
         """Bytes of an element in computation; a CPU without bf16 widens 16-bit models."""
@@ -137,8 +141,109 @@ class StageSetup:
             return facts.widest * self.element_bytes(facts)
         return 0
 
+    def layer_weight_bytes(self, facts: ModelFacts, weights: LayerWeights) -> int:
+        """Bytes that ``weights`` of a layer take here."""
+        element, mode = self.element_bytes(facts), self.quantize_mode(facts)
+        if mode != "none":
+            packed = weights.int8_bytes if mode == "int8" else weights.nf4_bytes
+            if mode == "int8" and self.kind == "cpu" and self.has_block_kernels:
+                packed += packed // _REPEATED_SCALES
+            return (
+                facts.scale_bytes(weights.layer_bytes - weights.projection_bytes, element) + packed
+            )
+        if self.kept_blocks(facts) is not None:
+            kept, rest = weights.block_bytes if self.kind == "cpu" else weights.plane_bytes
+            return kept + facts.scale_bytes(rest, element)
+        # Bytes saved by keeping 16 bits, per stored byte.
+        saved = (element - self.weight_element_bytes(facts)) // facts.element_bytes
+        return facts.scale_bytes(weights.layer_bytes, element) - saved * weights.narrow_bytes
+
+
+def host_setup(
+    host: ExpertHost | None, kind: Literal["cpu", "cuda"], dtype: str, quantize: Quantize
+) -> StageSetup | None:
+    """How the CPU beside a device of ``kind`` keeps experts of a stage that computes in ``dtype``.
+
+    ``None`` if it keeps none.
+    """
+    if host is None:
+        return None
+    return StageSetup(
+        bf16=host.bf16,
+        # As :meth:`molink.stage.stage.Stage.load_layers` chooses it.
+        dtype=dtype if kind == "cpu" or dtype == "f32" else "auto",
+        quantize=quantize,
+        has_block_kernels=host.has_block_kernels,
+        narrow_dtypes=host.narrow_dtypes,
+    )
+
 
 _ALL_WIDE = NarrowWeights(dtype="bf16", layer=0, last=0)
+
+
+@dataclass(frozen=True, slots=True)
+class MovableExperts:
+    """Routed experts, of which some of each layer may lie in host memory.
+
+    A row chooses ``top_k`` of ``num_experts``; all but ``dense_layers`` have them. ``host_bytes``
+    are those of one expert of a layer. ``device_bytes`` are what its move frees per layer if every
+    layer counts as the largest one: no more than a layer without experts is smaller than that.
+    """
+
+    num_experts: int
+    top_k: int
+    dense_layers: tuple[int, ...]
+    device_bytes: int
+    host_bytes: int
+
+    @classmethod
+    def of_stage(cls, facts: ModelFacts, target: StageSetup) -> "MovableExperts | None":
+        """Those of a model on a target; ``None`` if it has none."""
+        experts = facts.experts
+        if experts is None:
+            return None
+        beside = target.host or target
+        largest, dense = facts.layer_weights, experts.dense
+        freed = target.layer_weight_bytes(facts, experts.least)
+        if experts.dense_layers:
+            whole, rest = (target.layer_weight_bytes(facts, one) for one in (largest, dense))
+            freed = max(0, min(freed, whole - rest))
+        return cls(
+            experts.num_experts,
+            experts.top_k,
+            experts.dense_layers,
+            freed // experts.num_experts,
+            -(-beside.layer_weight_bytes(facts, experts.most) // experts.num_experts),
+        )
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes of a layer's experts, all on the device."""
+        return self.num_experts * self.device_bytes
+
+    def count_layers(self, layers: LayerRange) -> int:
+        """Layers with experts among ``first:last``."""
+        first, last = layers
+        return last - first - sum(first <= layer < last for layer in self.dense_layers)
+
+    def count_moved(
+        self, lacking: int, layers: int, host_memory: int, holding: int | None = None
+    ) -> int | None:
+        """Experts of each of ``layers`` layers whose move to host memory frees ``lacking`` bytes.
+
+        ``None`` if all are too few, or need more than ``host_memory`` bytes there; ``holding``
+        layers have experts (by default all).
+        """
+        if lacking <= 0:
+            return 0
+        freed = layers * self.device_bytes
+        count = -(-lacking // freed) if freed else self.num_experts + 1
+        needed = count * self.host_bytes * (layers if holding is None else holding)
+        return count if count <= self.num_experts and needed <= host_memory else None
+
+    def read_share(self, rows: int) -> float:
+        """Share of the experts that ``rows`` rows choose, independently of each other."""
+        return 1.0 - (1.0 - min(1.0, self.top_k / self.num_experts)) ** rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +282,8 @@ class Footprint:
     state_bytes: int = 0
     #: Layers of the last stage that foretell tokens, with KV.
     mtp_layers: int = 0
+    #: Routed experts among the weights of a layer.
+    experts: MovableExperts | None = None
 
     @classmethod
     def of_stage(cls, facts: ModelFacts, target: StageSetup) -> "Footprint":
@@ -185,23 +292,16 @@ class Footprint:
         load = target.step_limits
 
         def scaled(stored: int) -> int:
-            return -(-stored * element // facts.element_bytes)
+            return facts.scale_bytes(stored, element)
 
-        stays, on_cpu = facts.narrow or _ALL_WIDE, target.kind == "cpu"
         # Bytes saved by keeping 16 bits, per stored byte.
         saved = (element - target.weight_element_bytes(facts)) // facts.element_bytes
-        layer = scaled(facts.layer_bytes) - saved * stays.layer
-        first, last = scaled(facts.first_bytes), scaled(facts.last_bytes) - saved * stays.last
+        layer = target.layer_weight_bytes(facts, facts.layer_weights)
+        first = scaled(facts.first_bytes)
+        last = scaled(facts.last_bytes) - saved * (facts.narrow or _ALL_WIDE).last
         kept, rows = target.kept_blocks(facts), load.max_chunk_rows + load.max_decode_rows
         if kept is not None:
-            layer, first, last = (
-                whole + scaled(rest) for whole, rest in (kept.layer, kept.first, kept.last)
-            )
-        if mode != "none":
-            packed = facts.int8_bytes if mode == "int8" else facts.nf4_bytes
-            if mode == "int8" and on_cpu and target.has_block_kernels:
-                packed += packed // _REPEATED_SCALES
-            layer = scaled(facts.layer_bytes - facts.projection_bytes) + packed
+            first, last = (whole + scaled(rest) for whole, rest in (kept.first, kept.last))
         # Norms are computed in f32, with input and result in memory.
         vision = scaled(facts.vision_bytes) + facts.image_elements * element
         row = facts.row_elements * element + 2 * facts.hidden * DTYPE_SIZES["f32"]
@@ -237,6 +337,7 @@ class Footprint:
             parallel_states=facts.parallel_states,
             state_bytes=facts.state_bytes,
             mtp_layers=facts.mtp_layers,
+            experts=MovableExperts.of_stage(facts, target),
         )
 
     @property

@@ -10,6 +10,8 @@ from molink.facts.model import BLOCK_SIZE, LayerRange, ModelFacts, Quantize
 
 #: The budget divided by this is left for fragmentation and libraries.
 MARGIN_DIVISOR = 20
+#: Tokens of a long conversation, for whose KV there is room if at all possible.
+CONVERSATION_TOKENS = 8192
 #: Quantization modes by ascending loss.
 QUANTIZE_MODES: tuple[Quantize, ...] = ("none", "int8", "nf4")
 
@@ -34,6 +36,9 @@ class MemoryPlan:
     margin: int
     #: The pool of KV blocks, and states of recurrent layers.
     kv: int
+    #: Experts of each layer in host memory, and what they take there, outside the budget.
+    host_experts: int = 0
+    host_expert_bytes: int = 0
 
     @property
     def total(self) -> int:
@@ -54,7 +59,10 @@ class MemoryPlan:
             (self.margin, "margin"),
             (self.kv, "KV"),
         )
-        return " + ".join(f"{format_size(nbytes)} {what}" for nbytes, what in parts if nbytes)
+        used = " + ".join(f"{format_size(nbytes)} {what}" for nbytes, what in parts if nbytes)
+        if not self.host_experts:
+            return used
+        return f"{used}, {format_size(self.host_expert_bytes)} experts in host memory"
 
 
 def plan_memory(
@@ -63,47 +71,93 @@ def plan_memory(
     target: StageSetup,
     budget: int,
     *,
+    expert_memory: int = 0,
     requests: int = 64,
     block_size: int = BLOCK_SIZE,
 ) -> MemoryPlan:
     """Divide ``budget`` bytes for layers ``first:last``; the rest becomes KV blocks.
 
-    The number of blocks is bounded by ``requests`` requests of the model's maximum length.
+    The number of blocks is bounded by ``requests`` requests of the model's maximum length. As few
+    routed experts as possible go to host memory, of which they may use ``expert_memory`` bytes.
 
     Raises:
         UsageError: the budget is too small; tells the numbers and what would fit.
     """
     need = Footprint.of_stage(facts, target)
-    smallest = _plan(facts, layers, need, budget, need.min_tokens)
-    if smallest.total > budget:
-        raise UsageError(explain_refusal(facts, layers, target, budget))
+    moved = _count_host_experts(facts, layers, need, budget, expert_memory)
+    if moved is None:
+        raise UsageError(explain_refusal(facts, layers, target, budget, expert_memory))
 
     def plan_blocks(blocks: int) -> MemoryPlan:
-        return _plan(facts, layers, need, budget, blocks * block_size)
+        return _plan(facts, layers, need, budget, blocks * block_size, moved)
 
     max_blocks = -(-need.max_model_len * requests // block_size)
     fitting = bisect_right(range(max_blocks + 1), budget, key=lambda each: plan_blocks(each).total)
     return plan_blocks(fitting - 1)
 
 
+def _count_host_experts(
+    facts: ModelFacts, layers: LayerRange, need: Footprint, budget: int, expert_memory: int
+) -> int | None:
+    """Experts of each layer that must lie in host memory; ``None`` if not even that suffices.
+
+    A conversation's KV is worth more than a few experts in faster memory.
+    """
+    talk = max(need.min_tokens, min(need.max_model_len, CONVERSATION_TOKENS))
+    for tokens in (talk, need.min_tokens):
+        lacking = _plan(facts, layers, need, budget, tokens).total - budget
+        if lacking <= 0:
+            return 0
+        if need.experts is not None and expert_memory:
+            count, usable = layers[1] - layers[0], usable_bytes(expert_memory)
+            holding = need.experts.count_layers(layers)
+            moved = need.experts.count_moved(lacking, count, usable, holding)
+            if moved is not None:
+                return moved
+    return None
+
+
 def _plan(
-    facts: ModelFacts, layers: LayerRange, need: Footprint, budget: int, tokens: int
+    facts: ModelFacts,
+    layers: LayerRange,
+    need: Footprint,
+    budget: int,
+    tokens: int,
+    moved: int = 0,
 ) -> MemoryPlan:
-    """The plan for layers ``first:last`` and a pool of ``tokens`` tokens, even over budget."""
+    """The plan for layers ``first:last`` and a pool of ``tokens`` tokens, even over budget.
+
+    ``moved`` experts of each layer lie in host memory.
+    """
     first, last = layers
     count, opens, closes = last - first, first == 0, last == facts.layers
+    weights, beside = need.weight_bytes(count, opens=opens, closes=closes), 0
+    if need.experts is not None:
+        weights -= moved * count * need.experts.device_bytes
+        beside = moved * need.experts.count_layers(layers) * need.experts.host_bytes
     return MemoryPlan(
         budget=budget,
-        weights=need.weight_bytes(count, opens=opens, closes=closes),
+        weights=weights,
         activations=need.activation_bytes(tokens, closes=closes),
         graphs=need.cuda_graph_bytes(count),
         margin=budget - usable_bytes(budget),
         kv=need.pool_bytes(layers, tokens),
+        host_experts=moved,
+        host_expert_bytes=beside,
     )
 
 
-def explain_refusal(facts: ModelFacts, layers: LayerRange, target: StageSetup, budget: int) -> str:
-    """Why ``layers`` don't fit ``budget`` bytes, and what would; for a person."""
+def explain_refusal(
+    facts: ModelFacts,
+    layers: LayerRange,
+    target: StageSetup,
+    budget: int,
+    expert_memory: int = 0,
+) -> str:
+    """Why ``layers`` don't fit ``budget`` bytes, and what would; for a person.
+
+    ``expert_memory`` are the bytes of host memory that experts may use.
+    """
     first, last = layers
     named = f"layers {format_layers(layers)} of {facts.name}"
     need = Footprint.of_stage(facts, target)
@@ -113,10 +167,25 @@ def explain_refusal(facts: ModelFacts, layers: LayerRange, target: StageSetup, b
     layers_fit = f"{fits or 'no'} layer{'s' if fits > 1 else ''} would fit"
     smaller = smaller_mode(facts, layers, target, budget)
     better = f", or --quantize {smaller}" if smaller else ""
+    better += _explain_experts(need, layers, smallest.total - budget, expert_memory)
     return (
         f"{named} need at least {format_size(smallest.total)} "
         f"({smallest}), the budget is {format_size(budget)}: {layers_fit}{better}"
     )
+
+
+def _explain_experts(need: Footprint, layers: LayerRange, lacking: int, expert_memory: int) -> str:
+    """What experts in host memory would change where ``lacking`` bytes are missing."""
+    experts = need.experts
+    if experts is None:
+        return ""
+    holding = experts.count_layers(layers)
+    moved = experts.count_moved(lacking, layers[1] - layers[0], 1 << 62)
+    if moved is None:
+        return "; not even all experts in host memory would free enough"
+    asked = holding * moved * experts.host_bytes * MARGIN_DIVISOR // (MARGIN_DIVISOR - 1) + 1
+    allowed = f", {format_size(expert_memory)} are allowed" if expert_memory else ""
+    return f"; or --expert-memory {format_size(asked)} for experts in host memory{allowed}"
 
 
 def smaller_mode(

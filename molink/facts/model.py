@@ -60,6 +60,39 @@ class NarrowWeights(msgspec.Struct, frozen=True, kw_only=True):
     last: Count
 
 
+class LayerWeights(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes of weights of a layer, or of a part of it, in the forms that a device may keep.
+
+    ``layer_bytes`` (of which ``projection_bytes`` can be quantized) and ``narrow_bytes`` are in the
+    model's dtype; the pairs of ``block_bytes`` (on a CPU) and ``plane_bytes`` (on a GPU) are as in
+    :class:`BlockWeights`.
+    """
+
+    layer_bytes: Count = 0
+    projection_bytes: Count = 0
+    int8_bytes: Count = 0
+    nf4_bytes: Count = 0
+    narrow_bytes: Count = 0
+    block_bytes: tuple[Count, Count] = (0, 0)
+    plane_bytes: tuple[Count, Count] = (0, 0)
+
+
+class ExpertFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """Routed experts of a layer, of which a row chooses ``top_k``.
+
+    ``least`` and ``most`` are the weights of all experts of a layer, which differ between layers
+    that are stored in different formats.
+    """
+
+    num_experts: Annotated[int, msgspec.Meta(ge=1, le=65536)]
+    top_k: Annotated[int, msgspec.Meta(ge=1, le=65536)]
+    least: LayerWeights
+    most: LayerWeights
+    #: Layers without experts, and the weights of the largest one.
+    dense_layers: Annotated[tuple[Index, ...], msgspec.Meta(max_length=4096)] = ()
+    dense: LayerWeights = LayerWeights()
+
+
 class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Facts of a model in bytes (in its dtype) and tokens.
 
@@ -99,6 +132,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     block_weights: BlockWeights | None = None
     plane_weights: BlockWeights | None = None
     narrow: NarrowWeights | None = None
+    experts: ExpertFacts | None = None
     #: Elements of the largest merged projection of a layer.
     widest: Count = 0
     #: Maximum elements of a step's row in a layer, and of the row itself.
@@ -121,3 +155,21 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     extra_bytes: Count = 0
     #: All shards of a model whose shards are fetched as they are.
     files_bytes: Count = 0
+
+    def scale_bytes(self, stored: int, element: int) -> int:
+        """Bytes of ``stored`` bytes in the model's dtype, in one of ``element`` bytes."""
+        return -(-stored * element // self.element_bytes)
+
+    @property
+    def layer_weights(self) -> LayerWeights:
+        """Weights of the largest layer."""
+        blocks, planes = self.block_weights, self.plane_weights
+        return LayerWeights(
+            layer_bytes=self.layer_bytes,
+            projection_bytes=self.projection_bytes,
+            int8_bytes=self.int8_bytes,
+            nf4_bytes=self.nf4_bytes,
+            narrow_bytes=0 if self.narrow is None else self.narrow.layer,
+            block_bytes=(0, 0) if blocks is None else blocks.layer,
+            plane_bytes=(0, 0) if planes is None else planes.layer,
+        )

@@ -102,13 +102,15 @@ class Stage:
         max_decode_rows: int = 64,
         kv_cache_dtype: KVCacheDType = "auto",
         host_experts: int = 0,
+        host_disabled_kernels: Collection[str] | None = None,
     ) -> "Stage":
         """Load layers ``first:last`` of a checked folder onto ``cpu`` or ``cuda:N``.
 
         Projections are quantized while they are read, unless the checkpoint is quantized. Weights
         in ``held`` are reused. ``on_layer`` is called with the number of loaded layers. With
         ``auto``, rows may become 8-bit beside weights of few bits. ``host_experts`` routed experts
-        of each layer that has any stay in host memory, where the CPU runs them.
+        of each layer that has any stay in host memory, where the CPU runs them, without
+        ``host_disabled_kernels`` (by default those of the device).
 
         Raises:
             UsageError: no such device, ``quantize`` contradicts the checkpoint, or there are not as
@@ -118,22 +120,27 @@ class Stage:
         """
         torch_device, config = find_device(device), folder.config
         computed = choose_dtype(dtype, config.dtype, torch_device)
+        avoided = disabled_kernels if host_disabled_kernels is None else host_disabled_kernels
         if dtype != "auto":
             disabled_kernels = (*disabled_kernels, *INTEGER_KERNELS)
+            avoided = (*avoided, *INTEGER_KERNELS)
         with ExitStack() as readers:
 
-            def open_on(to: torch.device, dtype: WeightDType) -> tuple[WeightReader, RowOperators]:
+            def open_on(
+                to: torch.device, dtype: WeightDType, disabled: Collection[str]
+            ) -> tuple[WeightReader, RowOperators]:
                 kind = TORCH_DTYPES[dtype]
-                reader = WeightReader(folder, kind, to, quantize, disabled_kernels)
-                operators = create_operators(config, kind, to, disabled_kernels)
+                reader = WeightReader(folder, kind, to, quantize, disabled)
+                operators = create_operators(config, kind, to, disabled)
                 return readers.enter_context(reader), operators
 
-            reader, operators = open_on(torch_device, computed)
+            reader, operators = open_on(torch_device, computed, disabled_kernels)
             host = None
             if host_experts:
                 _check_host_experts(config, host_experts)
                 beside = _choose_host_dtype(computed, config, torch_device)
-                host = HostExperts(host_experts, *open_on(torch.device("cpu"), beside))
+                opened = open_on(torch.device("cpu"), beside, avoided)
+                host = HostExperts(host_experts, *opened)
             decoder = load_decoder(
                 reader, config, operators, layers, held or HeldWeights(), on_layer, host
             )

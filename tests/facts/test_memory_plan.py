@@ -18,7 +18,13 @@ from molink.facts.footprint import (
     count_state_slots,
 )
 from molink.facts.memory_plan import MemoryPlan, explain_refusal, plan_memory, usable_bytes
-from molink.facts.model import BlockWeights, ModelFacts, Quantize
+from molink.facts.model import (
+    BlockWeights,
+    ExpertFacts,
+    LayerWeights,
+    ModelFacts,
+    Quantize,
+)
 
 GB, MB = 10**9, 10**6
 #: Llama 3.1 8B, by hand: 4096 hidden, 14336 inner, 32 + 2 × 8 heads of 128, 128256 tokens.
@@ -368,3 +374,53 @@ def test_every_plan_with_recurrent_layers_stays_within_its_budget(
     else:
         assert plan.total <= budget
         assert plan.kv >= need.pool_bytes(layers, need.min_tokens)
+
+
+# --- experts in host memory -----------------------------------------------------------------------
+
+EXPERTS = ExpertFacts(
+    num_experts=8,
+    top_k=2,
+    least=LayerWeights(layer_bytes=640),
+    most=LayerWeights(layer_bytes=800),
+)
+ON_CARD = StageSetup("cuda", host=StageSetup(), step_limits=LOAD)
+
+
+def plan_mixture(lacking: int, expert_memory: int, experts: ExpertFacts = EXPERTS) -> MemoryPlan:
+    """Plan all layers with ``lacking`` bytes less than they need."""
+    facts = replace_facts(experts=experts)
+    need = Footprint.of_stage(facts, ON_CARD).min_bytes(4, opens=True, closes=True)
+    budget = need - lacking
+    while usable_bytes(budget) < need - lacking:
+        budget += need - lacking - usable_bytes(budget)
+    return plan_memory(facts, (0, 4), ON_CARD, budget, expert_memory=expert_memory)
+
+
+def test_as_few_experts_as_possible_lie_in_host_memory() -> None:
+    assert plan_mixture(0, 10 * MB).host_experts == 0
+    # One expert of a layer frees 80 bytes on the card, and takes 100 beside it.
+    for lacking, moved in ((1, 1), (320, 1), (321, 2), (8 * 320, 8)):
+        plan = plan_mixture(lacking, 10 * MB)
+        assert (plan.host_experts, plan.host_expert_bytes) == (moved, 4 * moved * 100)
+        assert plan.total <= plan.budget
+    assert "800 bytes experts in host memory" in str(plan_mixture(321, 10 * MB))
+
+
+def test_layers_without_experts_move_nothing() -> None:
+    dense = LayerWeights(layer_bytes=600)  # the largest layer less 400
+    experts = msgspec.structs.replace(EXPERTS, dense_layers=(0, 2), dense=dense)
+    plan = plan_mixture(321, 10 * MB, experts)
+    assert (plan.host_experts, plan.host_expert_bytes) == (2, 2 * 2 * 100)
+    assert plan_mixture(8 * 4 * 50, 10 * MB, experts).host_experts == 8
+    with pytest.raises(UsageError, match="not even all experts in host memory"):
+        plan_mixture(8 * 4 * 50 + 1, 10 * MB, experts)
+
+
+def test_host_memory_that_is_too_small_is_refused_with_numbers() -> None:
+    with pytest.raises(UsageError, match=r"--expert-memory \d+ bytes .*, 500 bytes are"):
+        plan_mixture(321, 500)
+    with pytest.raises(UsageError, match=r"--expert-memory \d+ bytes for experts"):
+        plan_mixture(321, 0)
+    with pytest.raises(UsageError, match="not even all experts"):
+        plan_mixture(8 * 320 + 1, 10 * MB)

@@ -110,6 +110,14 @@ class DaemonOptions:
             "[default: by the device]",
         ),
     ] = None
+    expert_memory: Annotated[
+        str | None,
+        _option(
+            "Device",
+            "RAM for experts of a mixture that don't fit the GPU, computed by the CPU: 48GB, 60% "
+            "or auto.  [default: none]",
+        ),
+    ] = None
     threads: Annotated[
         int | None, _option("Device", "CPU compute threads.  [default: number of cores]")
     ] = None

@@ -48,6 +48,10 @@ _KEYWORDS = {
 _DEVICE = re.compile(r"^(?:auto|(?:cpu|cuda(?::\d{1,3})?)(?:,(?:cpu|cuda(?::\d{1,3})?)){0,15})$")
 
 
+#: Host memory for experts as far as it is free.
+AUTO_EXPERT_MEMORY = -1
+
+
 class MemoryShare(msgspec.Struct, frozen=True):
     """A percentage of a device's memory."""
 
@@ -94,6 +98,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     device: str = "auto"
     #: Bytes that stages may use per device, or a share of it; 0 means automatic.
     memory: Annotated[int, msgspec.Meta(ge=0)] | MemoryShare = 0
+    #: Bytes of host memory per device for experts that don't fit on it, or a share of it; -1 means
+    #: as much as is free.
+    expert_memory: Annotated[int, msgspec.Meta(ge=AUTO_EXPERT_MEMORY)] | MemoryShare = 0
     #: Compute threads per stage on the CPU; 0 means cores divided by ``stages_per_host``.
     threads: Annotated[int, msgspec.Meta(ge=0, le=1024)] = 0
     #: Stages of all daemons on this PC, which share its memory and cores.
@@ -371,9 +378,19 @@ def parse_memory(text: str) -> int | MemoryShare:
     return MemoryShare(percent)
 
 
+def parse_expert_memory(text: str) -> int | MemoryShare:
+    """As :func:`parse_memory`, or ``auto``.
+
+    Raises:
+        UsageError: ``text`` is neither.
+    """
+    return AUTO_EXPERT_MEMORY if text.strip().lower() == "auto" else parse_memory(text)
+
+
 #: Parsers of settings that are amounts of memory.
 _AMOUNT_PARSERS: Mapping[str, Callable[[str], int | MemoryShare]] = {
     "memory": parse_memory,
+    "expert_memory": parse_expert_memory,
     "max_body": parse_size,
     "swap_space": parse_size,
 }

@@ -94,6 +94,10 @@ class LoadedStage(Protocol):
     def weight_bytes(self) -> int:
         """Bytes of all weights."""
 
+    @property
+    def host_expert_bytes(self) -> int:
+        """Bytes of experts in host memory."""
+
     def block_bytes(self, block_size: int) -> int:
         """Bytes of one KV block."""
 

@@ -7,9 +7,12 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from molink.checkpoint.model_folder import ModelFolder
 from molink.errors import KernelsFailed, MolinkError, UsageError
 from molink.facts.drafts import DraftModelFacts
+from molink.facts.dtypes import DTypeChoice
 from molink.facts.layer_range import format_ranges
 from molink.facts.model import Quantize
 from molink.facts.profile import Profile
@@ -68,7 +71,14 @@ def _reload_engine(
 
 def _weights_key(start: LoadStage) -> tuple[object, ...]:
     """Whatever must be equal for two stages' layers to be the same in memory."""
-    return start.model_dir, start.dtype, start.device, start.quantize, start.disabled_kernels
+    return (
+        start.model_dir,
+        start.dtype,
+        start.device,
+        start.quantize,
+        start.disabled_kernels,
+        start.host_experts,
+    )
 
 
 def _build_engine(
@@ -125,6 +135,8 @@ def _load_stage(
         on_layer=on_layer,
         max_decode_rows=start.settings.max_num_seqs,
         kv_cache_dtype=start.kv_cache_dtype,
+        host_experts=start.host_experts,
+        host_disabled_kernels=_check_host_kernels(start, folder),
     )
     _require_paging(start, stage)
     return stage
@@ -160,20 +172,33 @@ def _check_kernels(
     start: LoadStage, folder: ModelFolder, quantize: Quantize = "none"
 ) -> tuple[str, ...]:
     """Test the kernels for a model; return those to avoid."""
-    if not start.kernel_checks_path:
+    device = find_device(start.device)
+    return _check_on(start, folder, device, start.dtype, quantize, start.disabled_kernels)
+
+
+def _check_host_kernels(start: LoadStage, folder: ModelFolder) -> tuple[str, ...]:
+    """Test the CPU's kernels for experts in the memory beside a GPU; return those to avoid."""
+    if start.device == "cpu" or not start.host_experts:
         return start.disabled_kernels
+    dtype: DTypeChoice = "f32" if start.dtype == "f32" else "auto"
+    return _check_on(start, folder, torch.device("cpu"), dtype, start.quantize, ())
+
+
+def _check_on(
+    start: LoadStage,
+    folder: ModelFolder,
+    device: torch.device,
+    dtype: DTypeChoice,
+    quantize: Quantize,
+    disabled: tuple[str, ...],
+) -> tuple[str, ...]:
+    if not start.kernel_checks_path:
+        return disabled
     began = time.perf_counter()
-    disabled_kernels = check_kernels(
-        Path(start.kernel_checks_path),
-        folder,
-        find_device(start.device),
-        start.dtype,
-        quantize,
-        start.block_size,
-        start.disabled_kernels,
-    )
-    log.info("kernels checked in %.2f s", time.perf_counter() - began)
-    return disabled_kernels
+    path, size = Path(start.kernel_checks_path), start.block_size
+    found = check_kernels(path, folder, device, dtype, quantize, size, disabled)
+    log.info("kernels of %s checked in %.2f s", device, time.perf_counter() - began)
+    return found
 
 
 def _require_planes(start: LoadStage, folder: ModelFolder, disabled: Collection[str]) -> None:

@@ -7,7 +7,8 @@ memory in bytes (available without swapping on a CPU), ``read_rate`` (bytes/s at
 stream weights), ``bf16`` (native support), ``blocks`` (products with GGUF blocks), ``reads_pages``
 (attention needs no copies of KV), ``narrow`` (types of weights that stay 16-bit with f32 rows),
 ``block_size`` (multiple that the attention backend wants), ``instructions`` and ``threads`` (of a
-CPU), ``torch`` (version), ``gpus`` (number of CUDA devices).
+CPU), ``torch`` (version), ``gpus`` (number of CUDA devices). With ``--host`` also ``host``: the
+same of the CPU beside a GPU.
 """
 
 import argparse
@@ -68,8 +69,10 @@ def measure_read_rate(device: torch.device, nbytes: int) -> float:
     return weight.numel() * itemsize / max(1e-9, min(times[1:]))
 
 
-def probe_device(wanted: str, nbytes: int, kernel_checks: Path | None = None) -> dict[str, object]:
-    """Collect what the daemon reports of a device.
+def probe_device(
+    wanted: str, nbytes: int, kernel_checks: Path | None = None, *, with_host: bool = False
+) -> dict[str, object]:
+    """Collect what the daemon reports of a device, and of a GPU's host if asked.
 
     Without a file of ``kernel_checks`` nothing is known of a GPU's kernels.
     """
@@ -95,6 +98,8 @@ def probe_device(wanted: str, nbytes: int, kernel_checks: Path | None = None) ->
         "torch": torch.__version__,
         "gpus": torch.cuda.device_count(),
     }
+    if with_host and kind == "cuda":
+        found["host"] = probe_device("cpu", nbytes)
     # Last, since a kernel that fails may leave the device unusable.
     proven: tuple[KernelName, ...] = ()
     if kind == "cuda" and kernel_checks is not None:
@@ -136,10 +141,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--threads", type=int, default=0, help="0 = torch's default")
     parser.add_argument("--kernel-checks", type=Path, help="file with results of kernel checks")
+    parser.add_argument("--host", action="store_true", help="measure the CPU beside a GPU, too")
     options = parser.parse_args(arguments)
     if options.threads:
         torch.set_num_threads(options.threads)
-    probe = probe_device(options.device, options.mbytes << 20, options.kernel_checks)
+    nbytes, checks = options.mbytes << 20, options.kernel_checks
+    probe = probe_device(options.device, nbytes, checks, with_host=options.host)
     print(json.dumps(probe), flush=True)
 
 

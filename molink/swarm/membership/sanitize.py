@@ -6,6 +6,7 @@ import unicodedata
 
 import msgspec
 
+from molink.facts.device import ExpertHost
 from molink.facts.layer_range import parse_layers
 from molink.facts.profile import MAX_SLOWDOWN
 from molink.plaintext import printable
@@ -78,7 +79,7 @@ def sanitize_pairings(pairings: tuple[PendingPairing, ...]) -> tuple[PendingPair
 
 def sanitize_report(report: PeerReport, peer: str, name: str) -> PeerReport:
     """A report with printable texts and finite measurements, under the peer's unique name."""
-    device, rate = report.device, report.device.read_rate
+    device = report.device
     return msgspec.structs.replace(
         report,
         name=name,
@@ -106,9 +107,20 @@ def sanitize_report(report: PeerReport, peer: str, name: str) -> PeerReport:
         device=msgspec.structs.replace(
             device,
             name=sanitize_label(device.name, device.kind),
-            read_rate=rate if math.isfinite(rate) and rate > 0 else 0.0,
+            read_rate=_sanitize_rate(device.read_rate),
+            expert_host=_sanitize_host(device.expert_host),
         ),
     )
+
+
+def _sanitize_host(host: ExpertHost | None) -> ExpertHost | None:
+    if host is None:
+        return None
+    return msgspec.structs.replace(host, read_rate=_sanitize_rate(host.read_rate))
+
+
+def _sanitize_rate(rate: float) -> float:
+    return rate if math.isfinite(rate) and rate > 0 else 0.0
 
 
 def _sanitize_slowdown(slowdown: float) -> float:

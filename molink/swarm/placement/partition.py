@@ -6,11 +6,11 @@ embedding, the last one the output head, which it also reads at every step.
 
 import heapq
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from math import inf
+from math import ceil, floor, inf
 
-from molink.facts.footprint import Footprint
+from molink.facts.footprint import Footprint, MovableExperts
 
 #: Assignments of hosts to gaps that are tried exhaustively; the control plane waits meanwhile.
 MAX_ASSIGNMENTS = 256
@@ -31,14 +31,24 @@ class StageCosts:
     #: Activations of any stage, and logits of the last one.
     stage: int = 0
     logits: int = 0
+    #: Bytes of a layer's weights that a step doesn't read: experts that no row chooses.
+    unread: int = 0
+    #: Experts that may lie in host memory, of so many layers, and the share of them that is read.
+    experts: MovableExperts | None = None
+    layers: int = 0
+    read_share: float = 1.0
 
     @classmethod
-    def from_footprint(cls, need: Footprint, tokens: int = 0, draft: int = 0) -> "StageCosts":
+    def from_footprint(
+        cls, need: Footprint, tokens: int = 0, draft: int = 0, rows: int = 1
+    ) -> "StageCosts":
         """Costs as :meth:`~molink.facts.footprint.Footprint.min_bytes` sums them up.
 
         Includes KV for ``tokens`` tokens, if that exceeds the minimum, and ``draft`` bytes of a
-        draft model in addition to the first stage.
+        draft model in addition to the first stage. A decode step has ``rows`` rows.
         """
+        share = 1.0 if need.experts is None else need.experts.read_share(rows)
+        experts = 0 if need.experts is None else need.experts.layer_bytes
         tokens = max(tokens, need.min_tokens)
         pool, excess = need.average_pool_bytes(tokens)
         return cls(
@@ -49,6 +59,10 @@ class StageCosts:
             shared=need.shared_bytes,
             stage=need.activation_bytes(tokens, closes=False) + need.graph_bytes + excess,
             logits=need.logits_bytes,
+            unread=int(experts * (1 - share)),
+            experts=need.experts,
+            layers=need.layers,
+            read_share=share,
         )
 
     def memory_needed(self, layers: int, *, opens: bool, closes: bool) -> int:
@@ -58,8 +72,11 @@ class StageCosts:
         return layers * (self.layer_weights + self.layer_room) + ends - shared + self.stage
 
     def step_time(self, layers: int, rate: float, *, closes: bool) -> float:
-        """Duration of a decode step: each weight is read once. Embedding rows cost nothing."""
-        return (layers * self.layer_weights + self.last * closes) / rate
+        """Duration of a decode step: each weight is read once, of experts only the chosen ones.
+
+        Embedding rows cost nothing.
+        """
+        return (layers * (self.layer_weights - self.unread) + self.last * closes) / rate
 
     def max_layers(self, memory: int, *, opens: bool, closes: bool) -> int:
         """Most layers that fit ``memory`` bytes; negative if not even the ends fit."""
@@ -73,7 +90,8 @@ class StageHost:
     """A peer that can hold any layers: usable bytes, and bytes/s at which it reads weights.
 
     ``costs`` are the model's on its kind of device. ``step_overhead`` is the part of a step besides
-    reading weights, in seconds.
+    reading weights, in seconds. Experts that don't fit may take ``host_memory`` bytes, which the
+    CPU reads at ``host_rate`` bytes/s.
     """
 
     peer: str
@@ -81,20 +99,59 @@ class StageHost:
     rate: float
     costs: StageCosts
     step_overhead: float = 0.0
+    host_memory: int = 0
+    host_rate: float = 0.0
 
     def max_layers(self, *, opens: bool = False, closes: bool = False) -> int:
         """Most layers that it can hold."""
-        return self.costs.max_layers(self.memory, opens=opens, closes=closes)
+        count = self.costs.max_layers(self.memory, opens=opens, closes=closes)
+        experts = self._movable_experts
+        if experts is None:
+            return count
+        count = max(0, count)
+        while count < self.costs.layers:
+            more = count + 1
+            lacking = self.costs.memory_needed(more, opens=opens, closes=closes) - self.memory
+            if experts.count_moved(lacking, more, self.host_memory) is None:
+                break
+            count = more
+        return count
 
-    def step_time(self, layers: int, *, closes: bool = False) -> float:
+    def step_time(self, layers: int, *, opens: bool = False, closes: bool = False) -> float:
         """Duration of a decode step of ``layers`` layers, in seconds."""
-        return self.step_overhead + self.costs.step_time(layers, self.rate, closes=closes)
+        seconds = self.step_overhead + self.costs.step_time(layers, self.rate, closes=closes)
+        bend, steeper = self._find_bend(opens=opens, closes=closes)
+        return seconds + max(0.0, layers - bend) * steeper if layers else seconds
+
+    def bends_before(self, layers: int, *, opens: bool, closes: bool) -> bool:
+        """Whether some experts of ``layers`` layers lie in host memory."""
+        return self._find_bend(opens=opens, closes=closes)[0] < layers
 
     def linear_time(self, *, opens: bool, closes: bool) -> "LinearTime":
         """Its step time as a function of its layers, at that position in the ring."""
         fixed = self.step_time(0, closes=closes)
         cap = self.max_layers(opens=opens, closes=closes)
-        return LinearTime(cap, fixed, self.costs.layer_weights / self.rate)
+        per_layer = (self.costs.layer_weights - self.costs.unread) / self.rate
+        return LinearTime(cap, fixed, per_layer, *self._find_bend(opens=opens, closes=closes))
+
+    @property
+    def _movable_experts(self) -> MovableExperts | None:
+        return self.costs.experts if self.host_memory > 0 and self.host_rate > 0 else None
+
+    def _find_bend(self, *, opens: bool, closes: bool) -> tuple[float, float]:
+        """From how many layers on a layer takes longer, and by how many seconds.
+
+        A layer beyond what fits moves as many bytes of experts, its own or others', to the slower
+        memory. What the device computes meanwhile isn't deducted.
+        """
+        experts = self._movable_experts
+        if experts is None or not experts.device_bytes:
+            return inf, 0.0
+        layer = self.costs.layer_weights + self.costs.layer_room
+        free = self.memory - self.costs.memory_needed(0, opens=opens, closes=closes)
+        slower = experts.host_bytes / self.host_rate - experts.device_bytes / self.rate
+        moved = layer / experts.device_bytes
+        return free / layer, max(0.0, moved * slower * self.costs.read_share)
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,20 +294,49 @@ def _split_in_order(gap: Gap, order: Sequence[StageHost], floor: float) -> Split
 
 @dataclass(frozen=True, slots=True)
 class LinearTime:
-    """A stage's time as a linear function of its layers, up to ``max_layers``."""
+    """A stage's time as a linear function of its layers, up to ``max_layers``.
+
+    From ``bend`` layers on a layer takes ``steeper`` seconds more than ``per_layer``.
+    """
 
     max_layers: int
     fixed: float
     per_layer: float
+    bend: float = inf
+    steeper: float = 0.0
 
     def time_of(self, layers: int) -> float:
-        return self.fixed + layers * self.per_layer
+        """Seconds of ``layers`` layers, at least one."""
+        seconds = self.fixed + layers * self.per_layer
+        return seconds if layers <= self.bend else seconds + (layers - self.bend) * self.steeper
+
+    def layer_s(self, layers: int) -> float:
+        """Seconds of the last of ``layers`` layers."""
+        if layers <= self.bend:
+            return self.per_layer
+        return self.per_layer + min(1.0, layers - self.bend) * self.steeper
+
+    def pieces(self) -> tuple[tuple[float, int], ...]:
+        """Seconds of a further layer, each with the number of layers up to which they hold."""
+        if self.bend >= self.max_layers:
+            return ((self.per_layer, self.max_layers),)
+        flat = max(0, floor(self.bend))
+        steep = self.per_layer + self.steeper, self.max_layers
+        return ((self.per_layer, flat), steep) if flat else (steep,)
 
     def max_within(self, seconds: float) -> int:
         """Most layers within ``seconds``, exactly as :meth:`time_of` computes them."""
-        if self.per_layer == 0 or self.time_of(self.max_layers) <= seconds:
+        if self.time_of(self.max_layers) <= seconds:
             return self.max_layers
-        count = int((seconds - self.fixed) / self.per_layer) + 1
+        if self.time_of(1) > seconds:
+            return 0
+        count = self.max_layers
+        if self.per_layer:
+            count = min(count, int((seconds - self.fixed) / self.per_layer) + 1)
+        if self.bend < count and self.steeper:
+            slope = self.per_layer + self.steeper
+            beyond = (seconds - self.fixed - self.per_layer * self.bend) / slope
+            count = min(count, max(ceil(self.bend), int(self.bend + beyond) + 1))
         while self.time_of(count) > seconds:
             count -= 1
         return min(self.max_layers, count)
@@ -277,11 +363,16 @@ def split_layers(
     """Layers of each stage for the least total time, none over ``ceiling`` seconds."""
     counts = [1] * len(stages)
     left = layers - len(stages)
-    for i in sorted(range(len(stages)), key=lambda i: (stages[i].per_layer, i)):
-        most = stages[i].max_within(ceiling)
-        if most < 1 or left < 0:
-            return None
-        more = min(left, most - 1)
+    most = [stage.max_within(ceiling) for stage in stages]
+    if left < 0 or min(most) < 1:
+        return None
+    for _, i, upto in order_pieces(enumerate(stages)):
+        more = min(left, max(0, min(most[i], upto) - counts[i]))
         counts[i] += more
         left -= more
     return counts if left == 0 else None
+
+
+def order_pieces(stages: Iterable[tuple[int, LinearTime]]) -> list[tuple[float, int, int]]:
+    """Pieces of numbered stages' times, the fastest first: seconds, number, up to which layer."""
+    return sorted((slope, i, upto) for i, stage in stages for slope, upto in stage.pieces())

@@ -1,9 +1,10 @@
 """Places a model: which peer runs which layers.
 
-Every decode step reads all weights once, so a stage's time is its bytes over the peer's measured
-read rate plus a fixed overhead. :mod:`molink.swarm.placement.ring_search` finds the peers, their
-order and their layers for the objective; each further stage costs a link. Two things take
-precedence:
+Every decode step reads all weights once, of experts the chosen ones, so a stage's time is its bytes
+over the peer's measured read rate plus a fixed overhead. Where experts don't fit a device but its
+PC's host memory, those are read at the CPU's rate. :mod:`molink.swarm.placement.ring_search` finds
+the peers, their order and their layers for the objective; each further stage costs a link. Two
+things take precedence:
 
 - A ring has :attr:`PlacementGoal.min_stages` stages, or as many as possible.
 - It has room for KV: memory is worth a link where that would be short.
@@ -20,11 +21,17 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Literal
 
-from molink.facts.device import Device
+from molink.facts.device import Device, ExpertHost
 from molink.facts.dtypes import DTYPE_SIZES, NarrowDType
-from molink.facts.footprint import MIN_TOKENS, Footprint, StageSetup
+from molink.facts.footprint import MIN_TOKENS, Footprint, StageSetup, host_setup
 from molink.facts.layer_range import format_layers, parse_layers
-from molink.facts.memory_plan import explain_refusal, format_size, smaller_modes, usable_bytes
+from molink.facts.memory_plan import (
+    CONVERSATION_TOKENS,
+    explain_refusal,
+    format_size,
+    smaller_modes,
+    usable_bytes,
+)
 from molink.facts.model import LayerRange, ModelFacts, Objective, Quantize
 from molink.facts.ring_times import HANDLING_S, TOKEN_BYTES
 from molink.swarm.placement.links import Links
@@ -54,9 +61,8 @@ MICRO_BATCH_ROWS: dict[Objective, int] = {"latency": 1, "throughput": 16}
 _F32_BYTES = DTYPE_SIZES["f32"]
 _BF16_HINT = " (a CPU without bf16 computes in f32: its memory counts for less)"
 
-#: Tokens of a long conversation: a ring has room for one at any cost, if any ring has.
-CONVERSATION_TOKENS = 8192
-#: Beyond that, four times the room may raise the cost by this fraction …
+#: A ring has room for a conversation at any cost, if any ring has; beyond that, four times the room
+#: may raise the cost by this fraction …
 ROOM_WORTH = 0.25
 _ROOM_FACTOR = 4
 #: … up to room for this many streams of MIN_TOKENS tokens.
@@ -73,7 +79,7 @@ class Candidate:
     ``blocks`` multiplies GGUF blocks directly. ``unreachable`` are peers it cannot connect to.
     ``step_overhead`` is the part of a step besides reading weights, in seconds. ``primary_peer`` is
     set for a further device of a PC. ``device`` is the product name. ``draft_bytes`` are needed
-    in addition to the first stage.
+    in addition to the first stage. ``expert_host`` is where experts may lie that don't fit.
     """
 
     peer: str
@@ -91,6 +97,7 @@ class Candidate:
     narrow: tuple[NarrowDType, ...] = ()
     draft_bytes: int = 0
     reads_pages: bool = False
+    expert_host: ExpertHost | None = None
 
 
 def candidate_from_device(
@@ -111,6 +118,7 @@ def candidate_from_device(
         device=f"{device.name}{device.instructions}, {device.threads} threads",
         draft_bytes=device.draft_bytes,
         reads_pages=device.reads_pages,
+        expert_host=device.expert_host,
     )
 
 
@@ -208,17 +216,34 @@ def stage_setup(candidate: Candidate, common: StageSetup) -> StageSetup:
         has_block_kernels=candidate.blocks,
         narrow_dtypes=candidate.narrow,
         reads_pages=candidate.reads_pages,
+        host=host_setup(candidate.expert_host, kind, common.dtype, common.quantize),
     )
 
 
 def build_host(
-    facts: ModelFacts, candidate: Candidate, common: StageSetup, rate: float, tokens: int = 0
+    facts: ModelFacts,
+    candidate: Candidate,
+    common: StageSetup,
+    rate: float,
+    tokens: int = 0,
+    rows: int = 1,
 ) -> StageHost:
-    """A peer's capacity for the model, with KV room for ``tokens`` tokens."""
+    """A peer's capacity for the model, with KV room for ``tokens`` tokens.
+
+    ``rate`` are the bytes/s at which it reads weights; a decode step has ``rows`` rows.
+    """
     need = Footprint.of_stage(facts, stage_setup(candidate, common))
-    costs = StageCosts.from_footprint(need, tokens, candidate.draft_bytes)
-    memory = usable_bytes(candidate.memory)
-    return StageHost(candidate.peer, memory, rate, costs, candidate.step_overhead)
+    costs = StageCosts.from_footprint(need, tokens, candidate.draft_bytes, rows)
+    memory, host = usable_bytes(candidate.memory), candidate.expert_host
+    return StageHost(
+        candidate.peer,
+        memory,
+        rate,
+        costs,
+        candidate.step_overhead,
+        0 if host is None else usable_bytes(host.memory),
+        0.0 if host is None else host.read_rate or rate,
+    )
 
 
 def row_bytes(facts: ModelFacts, dtype: str) -> int:
@@ -277,7 +302,8 @@ class _Placer:
 
     def build_host(self, candidate: Candidate, tokens: int = 0) -> StageHost:
         rate = candidate.read_rate if candidate.read_rate > 0 else self.default_rate
-        return build_host(self.facts, candidate, self.setup, rate, tokens)
+        rows = MICRO_BATCH_ROWS[self.goal.objective]
+        return build_host(self.facts, candidate, self.setup, rate, tokens, rows)
 
     def place_stages(self, serving: Sequence[tuple[str, LayerRange]]) -> Placement:
         if not self.auto_hosts and not self.named_stages:
@@ -354,7 +380,7 @@ class _Placer:
         for i, count in zip(ring.order, ring.counts, strict=True):
             host = task.hosts[i]
             closes = at + count == task.layers
-            seconds = host.step_time(count, closes=closes)
+            seconds = host.step_time(count, opens=at == 0, closes=closes)
             stages.append(PlacedStage(host.peer, (at, at + count), seconds))
             at += count
         used = {stage.peer for stage in stages}
@@ -370,11 +396,17 @@ class _Placer:
         opens, closes = first == 0, last == self.facts.layers
         host = self.build_host(candidate)
         if last - first > host.max_layers(opens=opens, closes=closes):
+            beside = candidate.expert_host
             why = explain_refusal(
-                self.facts, layers, stage_setup(candidate, self.setup), candidate.memory
+                self.facts,
+                layers,
+                stage_setup(candidate, self.setup),
+                candidate.memory,
+                0 if beside is None else beside.memory,
             )
             raise _NoPlacementError(f"{named}: {why}{self.hint}")
-        return PlacedStage(candidate.peer, layers, host.step_time(last - first, closes=closes))
+        seconds = host.step_time(last - first, opens=opens, closes=closes)
+        return PlacedStage(candidate.peer, layers, seconds)
 
     def find_gaps(self) -> list[Gap]:
         """Ranges between the named ones."""
@@ -428,7 +460,7 @@ class _Placer:
         at = gap.first
         for host, count in found.shares:
             closes = at + count == self.facts.layers
-            seconds = host.step_time(count, closes=closes)
+            seconds = host.step_time(count, opens=at == 0, closes=closes)
             yield PlacedStage(host.peer, (at, at + count), seconds)
             at += count
 
@@ -438,7 +470,7 @@ class _Placer:
         needs = sum(
             costs.memory_needed(gap.layers, opens=gap.opens, closes=gap.closes) for gap in gaps
         )
-        offers = sum(host.memory for host in self.auto_hosts)
+        offers = sum(host.memory + host.host_memory for host in self.auto_hosts)
         layers = sum(gap.layers for gap in gaps)
         room = sum(max(0, host.max_layers()) for host in self.auto_hosts)
         peers = "1 peer" if len(self.auto_hosts) == 1 else f"{len(self.auto_hosts)} peers"
@@ -447,9 +479,10 @@ class _Placer:
         smaller = self.smaller_quantization()
         helps = f"serve it with --quantize {smaller}" if smaller else "serve a smaller model"
         if needs > offers:
+            more = "memory" if costs.experts is None else "memory (--expert-memory for experts)"
             return (
                 f"{name} needs {need}, the swarm offers {offer} on {peers}: room for "
-                f"{min(room, layers - 1)} of {layers} layers; add a peer, allow more memory or "
+                f"{min(room, layers - 1)} of {layers} layers; add a peer, allow more {more} or "
                 f"{helps}{self.hint}"
             )
         if any(one.unreachable for one in self.auto_candidates) and self.fits_if_connected():

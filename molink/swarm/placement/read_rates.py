@@ -13,10 +13,9 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from molink.facts.footprint import Footprint, StageSetup
+from molink.facts.footprint import StageSetup
 from molink.facts.model import LayerRange, ModelFacts
-from molink.swarm.placement.partition import StageCosts
-from molink.swarm.placement.placement import Candidate, stage_setup
+from molink.swarm.placement.placement import Candidate, build_host
 from molink.util.change_detector import differs
 
 #: A slowdown counts once it has been constant for this long, in seconds …
@@ -37,9 +36,17 @@ _MIN_OVERHEADS = 4.0
 def measured_rate(
     facts: ModelFacts, candidate: Candidate, common: StageSetup, layers: LayerRange, seconds: float
 ) -> float:
-    """Bytes/s at which a peer reads weights if a decode step of these layers takes ``seconds``."""
-    costs = StageCosts.from_footprint(Footprint.of_stage(facts, stage_setup(candidate, common)))
-    nbytes = costs.step_time(layers[1] - layers[0], 1.0, closes=layers[1] == facts.layers)
+    """Bytes/s at which a peer reads weights if a decode step of these layers takes ``seconds``.
+
+    One time can't tell the rates of two memories apart: with experts in host memory the stated rate
+    changes as much as the time differs from the predicted one.
+    """
+    count, opens, closes = layers[1] - layers[0], layers[0] == 0, layers[1] == facts.layers
+    host = build_host(facts, candidate, common, candidate.read_rate or 1.0)
+    if candidate.read_rate > 0 and host.bends_before(count, opens=opens, closes=closes):
+        predicted = host.step_time(count, opens=opens, closes=closes)
+        return candidate.read_rate * predicted / seconds
+    nbytes = host.costs.step_time(count, 1.0, closes=closes)
     return nbytes / max(seconds - candidate.step_overhead, seconds / 2)
 
 

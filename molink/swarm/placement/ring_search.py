@@ -12,6 +12,7 @@ from itertools import pairwise
 from math import inf
 
 from molink.facts.model import Objective
+from molink.swarm.placement.partition import split_layers
 from molink.swarm.placement.rings import (
     MICRO_BATCHES_PER_STAGE,
     TOLERANCE,
@@ -151,6 +152,12 @@ def _total_time(
     ceiling: float,
 ) -> float | None:
     """Seconds of all stages in the best split; ``None``: no room."""
+    if task.has_bends:
+        lines = linear_times(task, order)
+        counts = split_layers(task.layers, lines, ceiling)
+        if counts is None:
+            return None
+        return sum(line.time_of(n) for line, n in zip(lines, counts, strict=True))
     first, last, left, total = order[0], order[-1], task.layers - len(order), 0.0
     for i in by_speed:
         if i not in order:

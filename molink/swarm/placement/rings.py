@@ -53,6 +53,11 @@ class RingTask:
             for one in self.hosts
         ]
 
+    @cached_property
+    def has_bends(self) -> bool:
+        """Whether experts of some stage may lie in host memory."""
+        return any(line.bend < line.max_layers for lines in self.linear_times for line in lines)
+
 
 @dataclass(frozen=True, slots=True)
 class RingCandidate:
@@ -161,15 +166,18 @@ def _level_counts(lines: Sequence[LinearTime], counts: list[int]) -> list[int]:
     """Even out equally fast stages at the same total time."""
     for i, line in enumerate(lines):
         for j, other in enumerate(lines):
-            same = abs(line.per_layer - other.per_layer) <= TOLERANCE * line.per_layer
             while (
-                same
-                and counts[i] > 1
+                counts[i] > 1
                 and counts[j] < other.max_layers
+                and _is_equal(line.layer_s(counts[i]), other.layer_s(counts[j] + 1))
                 and other.time_of(counts[j] + 1) < line.time_of(counts[i]) * (1 - TOLERANCE)
             ):
                 counts[i], counts[j] = counts[i] - 1, counts[j] + 1
     return counts
+
+
+def _is_equal(one: float, other: float) -> bool:
+    return abs(one - other) <= TOLERANCE * one
 
 
 def even_ring(task: RingTask, ring: RingCandidate, slack: float) -> RingCandidate:

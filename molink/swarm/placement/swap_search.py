@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from itertools import chain, combinations, product
 from math import inf, log
 
+from molink.facts.memory_plan import CONVERSATION_TOKENS
 from molink.swarm.controller.records import DesiredModel
 from molink.swarm.placement.links import Links
 from molink.swarm.placement.placement import (
-    CONVERSATION_TOKENS,
     MIN_GAIN,
     Candidate,
     Placement,

@@ -96,6 +96,8 @@ class LoadStage(Message, frozen=True, kw_only=True, tag="load-stage"):
     kernel_checks_path: Annotated[str, msgspec.Meta(max_length=4096)] = ""
     #: The scheduler's draft model, if it runs here.
     draft: DraftModelSpec | None = None
+    #: Routed experts of each layer that stay in host memory.
+    host_experts: Index = 0
 
 
 class PeerKey(Message, frozen=True, kw_only=True):

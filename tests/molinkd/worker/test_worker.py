@@ -80,6 +80,7 @@ class FakeStage:
     )
     wire_dtype = "f32"
     weight_bytes = 3 << 20
+    host_expert_bytes = 0
 
     def __init__(self, error: Exception | None = None) -> None:
         self.error = error

@@ -39,7 +39,7 @@ from molinkd.peer.launch import (
 )
 from molinkd.peer.membership.addresses import local_dial_host
 from molinkd.peer.membership.membership_record import MembershipRecord, parse_token, read_membership
-from molinkd.peer.settings import MemoryShare, Settings
+from molinkd.peer.settings import AUTO_EXPERT_MEMORY, MemoryShare, Settings
 from molinkd.tasks import cancel_tasks
 
 log = logging.getLogger(__name__)
@@ -89,15 +89,20 @@ def device_settings(settings: Settings, device: str) -> Settings:
 def _with_device(settings: Settings, device: str) -> Settings:
     """``settings`` for one device, its memory split if the device is listed several times."""
     times = max(1, settings.devices.count(device))
-    memory = settings.memory
     return msgspec.structs.replace(
         settings,
         device=device,
         stages_per_host=min(64, settings.stages_per_host * times),
-        memory=MemoryShare(memory.percent / times)
-        if isinstance(memory, MemoryShare)
-        else memory // times,
+        memory=_share_memory(settings.memory, times),
+        # All devices of a PC share its host memory.
+        expert_memory=_share_memory(settings.expert_memory, len(settings.devices) or 1),
     )
+
+
+def _share_memory(memory: int | MemoryShare, times: int) -> int | MemoryShare:
+    if isinstance(memory, MemoryShare):
+        return MemoryShare(memory.percent / times)
+    return memory if memory == AUTO_EXPERT_MEMORY else memory // times
 
 
 def device_labels(own: str, further: Sequence[str]) -> list[str]:

@@ -19,16 +19,16 @@ import msgspec
 
 from molink.cpu_isa import avx2_only
 from molink.errors import WorkerError
-from molink.facts.device import Device
+from molink.facts.device import Device, ExpertHost
 from molink.facts.dtypes import DTypeChoice, NarrowDType
-from molink.facts.footprint import StageSetup, StepLimits
+from molink.facts.footprint import StageSetup, StepLimits, host_setup
 from molink.facts.kernels import KernelName
 from molink.facts.model import KVCacheDType, Quantize
 from molink.facts.profile import MAX_CHUNK_ROWS
 from molink.facts.settings import PipelineSettings
 from molink.wire.sockets.secrets import write_secret
 from molinkd.child_process import FIRST_WINDOWS_CODE, exit_text
-from molinkd.peer.settings import MemoryShare, Settings
+from molinkd.peer.settings import AUTO_EXPERT_MEMORY, MemoryShare, Settings
 from molinkd.platform import child_options, num_cores
 
 log = logging.getLogger(__name__)
@@ -41,6 +41,8 @@ _MAX_ATTEMPTS = 3
 #: Fraction of memory for stages if `memory` is not set; the CPU's is shared with other programs.
 _CPU_SHARE = 0.5
 _CUDA_SHARE = 0.9
+#: Fraction of free host memory for experts with ``auto``.
+_FREE_HOST_SHARE = 0.75
 #: Bytes that a CUDA context and its libraries use per stage.
 _CUDA_CONTEXT_BYTES = 1 << 30
 
@@ -67,6 +69,8 @@ class DeviceProbe(msgspec.Struct, frozen=True, kw_only=True):
     torch: str
     #: Number of CUDA devices of this PC.
     gpus: int = 0
+    #: The CPU beside a GPU, if experts may lie in its memory.
+    host: "DeviceProbe | None" = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +107,7 @@ class MeasuredDevice:
             step_limits=StepLimits(
                 settings.max_num_batched_tokens or MAX_CHUNK_ROWS, settings.max_num_seqs
             ),
+            host=host_setup(self.device.expert_host, self.device.kind, dtype, quantize),
         )
 
     @property
@@ -154,6 +159,8 @@ async def measure_device(
     if probe is None or probe.kind == "cuda":  # free GPU memory changes
         arguments = ["--device", settings.device, "--threads", str(threads)]
         arguments += ["--mbytes", str(mbytes)]
+        if settings.expert_memory:
+            arguments.append("--host")
         if kernel_checks is not None:
             arguments += ["--kernel-checks", str(kernel_checks)]
         probe = await _run_probe([*command, *arguments])
@@ -186,6 +193,27 @@ def describe_probed_device(settings: Settings, probe: DeviceProbe) -> Device:
         reads_pages=probe.reads_pages,
         narrow_dtypes=probe.narrow,
         block_size=probe.block_size,
+        expert_host=_describe_expert_host(settings, probe),
+    )
+
+
+def _describe_expert_host(settings: Settings, probe: DeviceProbe) -> ExpertHost | None:
+    """Host memory that experts of one stage may use; a CPU's experts lie beside its stage."""
+    host = probe if probe.kind == "cpu" else probe.host
+    asked = settings.expert_memory
+    if not asked or host is None:
+        return None
+    if isinstance(asked, MemoryShare):
+        asked = int(host.total * asked.percent / 100)
+    elif asked == AUTO_EXPERT_MEMORY:
+        free = int(host.free * _FREE_HOST_SHARE) // settings.stages_per_host
+        asked = max(0, free - stage_memory_budget(settings, probe) * (probe.kind == "cpu"))
+    return ExpertHost(
+        memory=min(asked, host.total),
+        read_rate=host.read_rate,
+        bf16=host.bf16,
+        narrow_dtypes=host.narrow,
+        has_block_kernels=host.blocks,
     )
 
 

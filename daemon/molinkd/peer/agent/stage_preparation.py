@@ -102,7 +102,9 @@ class StagePreparation:
             model_dir=str(folder),
             dtype=assign.dtype,
             device=measured.name,
-            threads=num_worker_threads(settings) if measured.name == "cpu" else 0,
+            threads=num_worker_threads(settings)
+            if measured.name == "cpu" or plan.host_experts
+            else 0,
             public_key=self._keys.public,
             secret_key=self._keys.secret,
             bind=settings.host,
@@ -121,6 +123,7 @@ class StagePreparation:
             required_kernels=measured.required_kernels,
             kernel_checks_path=str(self._home.kernel_checks),
             draft=None if draft is None else draft.start,
+            host_experts=plan.host_experts,
         )
 
     async def _plan_draft(
@@ -176,9 +179,12 @@ class StagePreparation:
         taken = sum(one.without_kv + one.kv * (not on_cpu) for one in self._plans.values())
         if not taken:
             return alone
+        beside = sum(one.host_expert_bytes for one in self._plans.values())
         try:
             settings = self._settings.pipeline
-            draft_bytes = plan_stage(opened, assign, measured, settings, taken=taken + draft)
+            draft_bytes = plan_stage(
+                opened, assign, measured, settings, taken=taken + draft, host_taken=beside
+            )
         except UsageError as error:
             raise NoRoomBesideError(f"with another stage loaded: {error}") from error
         return alone if on_cpu else draft_bytes
@@ -196,12 +202,16 @@ def plan_stage(
     settings: PipelineSettings,
     *,
     taken: int = 0,
+    host_taken: int = 0,
 ) -> MemoryPlan:
     """Plan the device's memory for a stage, ``taken`` bytes of which are in use already.
+
+    ``host_taken`` are those in use of the host memory for experts.
 
     Raises:
         UsageError: The stage does not fit; the message says what would.
     """
+    host = measured.device.expert_host
     return plan_memory(
         msgspec.structs.replace(
             folder.placement_facts(assign.model), max_model_len=_max_model_len(folder, assign)
@@ -209,6 +219,7 @@ def plan_stage(
         assign.layers,
         measured.stage_setup(settings, assign.dtype, assign.quantize, assign.kv_cache_dtype),
         max(0, measured.device.memory - taken),
+        expert_memory=0 if host is None else max(0, host.memory - host_taken),
         requests=settings.max_num_seqs,
         block_size=assign.block_size,
     )

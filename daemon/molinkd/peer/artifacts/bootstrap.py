@@ -32,6 +32,7 @@ from molinkd.peer.launch import (
 from molinkd.peer.membership.addresses import is_loopback
 from molinkd.peer.membership.membership_record import read_membership
 from molinkd.peer.membership.session import CoordinatorSession
+from molinkd.peer.settings import AUTO_EXPERT_MEMORY
 from molinkd.tasks import cancel_tasks
 
 if TYPE_CHECKING:
@@ -116,6 +117,11 @@ class Bootstrap:
         check = check_quantize_files if self._settings.stage == "none" else check_quantize
         check(self._settings.quantize, folder.config)
         facts = folder.placement_facts(source.name)
+        if facts.experts is None and self._settings.expert_memory not in (0, AUTO_EXPERT_MEMORY):
+            raise UsageError(
+                f"--expert-memory is for mixtures, and {source.name} has no experts: leave it out, "
+                "or say auto"
+            )
         context = min(facts.max_model_len, self._settings.max_model_len or facts.max_model_len)
         self._facts = msgspec.structs.replace(facts, hub=source.hub_place, max_model_len=context)
         self._source = source
