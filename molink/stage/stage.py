@@ -31,7 +31,7 @@ from molink.stage.attention.whole_images import WholeImageAttention
 from molink.stage.batch import MtpInput, MtpOutput, StageInput, StageOutput
 from molink.stage.decoder.block import HostExperts
 from molink.stage.decoder.decoder import Decoder, HeldWeights, load_decoder
-from molink.stage.decoder.operators import RowOperators, create_operators
+from molink.stage.decoder.weight_source import WeightSource
 from molink.stage.graphs.buckets import GraphPlan
 from molink.stage.graphs.capture import CudaGraphCapturer
 from molink.stage.graphs.decode_graphs import DecodeGraphs
@@ -42,7 +42,6 @@ from molink.stage.layer_pass import LayerPass, LocatedRows, create_ropes
 from molink.stage.mixed_kv_pool import AnyKVPool, MixedKVPool
 from molink.stage.state_pool import StatePool, slot_bytes
 from molink.stage.torch_dtypes import TORCH_DTYPES, choose_dtype, choose_wire_dtype
-from molink.stage.weights.weight_reader import WeightReader
 
 log = logging.getLogger(__name__)
 
@@ -124,23 +123,21 @@ class Stage:
         if dtype != "auto":
             disabled_kernels = (*disabled_kernels, *INTEGER_KERNELS)
             avoided = (*avoided, *INTEGER_KERNELS)
-        with ExitStack() as readers:
-
-            def open_on(
-                to: torch.device, dtype: WeightDType, disabled: Collection[str]
-            ) -> tuple[WeightReader, RowOperators]:
-                kind = TORCH_DTYPES[dtype]
-                reader = WeightReader(folder, kind, to, quantize, disabled)
-                operators = create_operators(config, kind, to, disabled)
-                return readers.enter_context(reader), operators
-
-            reader, operators = open_on(torch_device, computed, disabled_kernels)
-            host = None
+        source = WeightSource(
+            folder, torch_device, TORCH_DTYPES[computed], quantize, disabled_kernels
+        )
+        with ExitStack() as opened:
+            weights, host = opened.enter_context(source.open_weights()), None
             if host_experts:
                 _check_host_experts(config, host_experts)
-                beside = _choose_host_dtype(computed, config, torch_device)
-                opened = open_on(torch.device("cpu"), beside, avoided)
-                host = HostExperts(host_experts, *opened)
+                cpu, kind = torch.device("cpu"), _choose_host_dtype(computed, config, torch_device)
+                beside = WeightSource(folder, cpu, TORCH_DTYPES[kind], quantize, avoided)
+                host = HostExperts(
+                    host_experts,
+                    opened.enter_context(beside.open_weights()),
+                    None if torch_device.type == "cpu" else (source, beside),
+                )
+            reader, operators = weights.reader, weights.operators
             decoder = load_decoder(
                 reader, config, operators, layers, held or HeldWeights(), on_layer, host
             )
@@ -337,6 +334,23 @@ class Stage:
             pool, layer = self._layer_pass.pool.locate_layer(len(self._heads.places) - 1)
             pool.zero_layer(layer, fresh)
         return self._layer_pass.run_mtp(batch, positions, slots)
+
+    @torch.inference_mode()
+    def swap_next_experts(self) -> bool:
+        """Let an expert in host memory that is used more take a place on the device.
+
+        Call it while idle; returns whether one did.
+        """
+        if not self._decoder.split_experts:
+            return False
+        self._set_device()
+        return any(one.swap_next() for one in self._decoder.split_experts)
+
+    @property
+    def resident_share(self) -> float:
+        """Share of recent choices of experts that were on the device; 0 without others."""
+        shares = [one.use.resident_share for one in self._decoder.split_experts]
+        return sum(shares) / len(shares) if shares else 0.0
 
     @torch.inference_mode()
     def capture_next_graph(self) -> bool:

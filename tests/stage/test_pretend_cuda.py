@@ -51,6 +51,8 @@ def test_stages_and_trials_on_a_pretend_card(make_model: MakeModel, tmp_path: Pa
         assert read["last"] < read["rows"] * read["vocabulary"] / 8, read
     mixtures = [line for line in lines if "experts" in line]
     assert len(mixtures) == 4  # all experts on the card, and some in host memory
+    # Experts change places; on a card they are loaded from the files again.
+    assert [line["experts"]["swaps"] > 0 for line in mixtures] == [False, True] * 2
     for line in mixtures:
         assert not line["experts"]["graphs"]
         assert line["experts"]["error"] < 1e-3, line

@@ -9,6 +9,7 @@ import torch
 from molink.checkpoint.model_folder import ModelFolder
 from molink.errors import UsageError
 from molink.stage.batch import SequenceRows
+from molink.stage.decoder.expert_use import ExpertUse
 from molink.stage.decoder.split_experts import SplitExpertMlp
 from molink.stage.stage import Stage
 from tests.support.models import MakeModel
@@ -77,6 +78,49 @@ def test_quantized_experts(
     expected = run_steps(make_ring(folder, (), quantize=quantize), tokens)
     ring = make_ring(folder, (), quantize=quantize, host_experts=5)
     assert torch.equal(run_steps(ring, tokens), expected)
+
+
+def test_experts_that_are_used_more_move_to_the_device(
+    make_model: MakeModel,
+    make_ring: type[Ring],
+    random_tokens: Callable[..., list[int]],
+    tmp_path: Path,
+) -> None:
+    folder, tokens = make_model(tmp_path, "qwen3_moe"), random_tokens(16)
+    expected = run_steps(make_ring(folder), tokens)
+    ring = make_ring(folder, host_experts=6)
+    (stage,) = ring.stages
+    assert not stage.swap_next_experts()  # nothing is known
+    one, prompt = tokens[3], [SequenceRows(0, 1, BLOCKS[:4])]
+    for _ in range(40):  # always the same three experts
+        ring.run([one], prompt)
+    before = stage.resident_share
+    swaps = 0
+    while stage.swap_next_experts():
+        swaps += 1
+    assert 0 < swaps <= 2 * len(find_split(ring))  # there are two places
+    assert stage.resident_share == pytest.approx(2 / 3)
+    assert before < 2 / 3
+    assert torch.equal(run_steps(ring, tokens), expected)
+    for split in find_split(ring):
+        assert sorted(split.ranks.tolist()) == list(range(8))
+
+
+def test_use_is_forgotten_and_small_differences_move_nothing() -> None:
+    use = ExpertUse(4, 2)
+    assert use.resident_share == 0.0
+    use.record_choices(torch.tensor([10, 20, 24, 5]))
+    assert use.find_swap() is None  # only 14 times more
+    use.record_choices(torch.tensor([0, 0, 2, 0]))
+    assert use.find_swap() == (0, 2)
+    use.swap_places(0, 2)
+    assert use.resident_share == pytest.approx(46 / 61)
+    assert use.find_swap() is None
+    for _ in range(40):
+        use.record_choices(torch.tensor([0, 0, 0, 100]))
+    assert use.find_swap() == (1, 3)
+    assert ExpertUse(4, 0).find_swap() is None
+    assert ExpertUse(4, 4).find_swap() is None
 
 
 def test_bytes_are_counted_where_they_lie(make_model: MakeModel, tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from molink.stage import stage as stages
 from molink.stage.attention import backend_check as trial
 from molink.stage.attention import flash
 from molink.stage.batch import SequenceRows, StageInput
+from molink.stage.decoder import expert_use
 from molink.stage.device_copy import has_pinned
 from molink.stage.diagnostics import kernel_trials as trials
 from molink.stage.diagnostics.kernel_checks import find_proven_kernels
@@ -146,6 +147,7 @@ def install_fake(stack: ExitStack, host: Host, capability: tuple[int, int]) -> N
     stream = SimpleNamespace(synchronize=host.synchronize)
     event = SimpleNamespace(record=lambda: None, synchronize=lambda: None)
     for place, name, stand_in in (
+        (expert_use, "_MIN_EXCESS", 1),
         (torch.cuda, "_lazy_init", lambda: None),
         (torch.cuda, "device_count", lambda: 1),
         (torch.cuda, "set_device", lambda _: None),
@@ -198,7 +200,7 @@ def compare(
         )
         for stage in pairs[-1]:
             stage.allocate_kv_pool(8, size)
-    worst, waits = 0.0, []
+    worst, waits, swaps = 0.0, [], 0
     for mix in MIXES:
         count = sum(one.count for one in mix)
         tokens, results = torch.arange(count) + 20, []
@@ -212,7 +214,9 @@ def compare(
             waited += host.reads()
             results.append(logits.cpu())
             for stage in (first, last):
-                stage.capture_next_graph()  # as in time without a step
+                # As in time without a step.
+                stage.capture_next_graph()
+                swaps += stage.swap_next_experts()
             if first.device == CUDA:
                 assert logits.device == CUDA
                 waits.append(waited)
@@ -224,7 +228,7 @@ def compare(
     backend = pairs[0][0]._attention_backend(size)
     told = {"graphs": graphs, "drafts": drafts}
     told["flash"] = isinstance(backend, flash.FlashAttention)
-    return {"error": worst / largest, "waits": waits, **told}
+    return {"error": worst / largest, "waits": waits, "swaps": swaps, **told}
 
 
 def compare_sampling(host: Host) -> dict[str, Any]:

@@ -113,6 +113,8 @@ _SCHEDULER = {
 
 _STAGE = {
     "stage_host_expert_bytes": "Bytes of routed experts in host memory, computed by the CPU.",
+    "stage_resident_expert_share": "Share of recently chosen experts that were on the device; 0 "
+    "if none are in host memory.",
     "stage_host_kv_bytes": "Bytes of host memory reserved for the stage's KV.",
     "stage_steps": "Forward passes of the stage.",
     "stage_rows": "Rows computed by the stage; one per token.",

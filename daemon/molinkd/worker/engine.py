@@ -98,6 +98,10 @@ class LoadedStage(Protocol):
     def host_expert_bytes(self) -> int:
         """Bytes of experts in host memory."""
 
+    @property
+    def resident_share(self) -> float:
+        """Share of recent choices of experts that were on the device; 0 without others."""
+
     def block_bytes(self, block_size: int) -> int:
         """Bytes of one KV block."""
 

@@ -7,8 +7,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import torch
-
 from molink.checkpoint.model_folder import ModelFolder
 from molink.errors import KernelsFailed, MolinkError, UsageError
 from molink.facts.drafts import DraftModelFacts
@@ -172,8 +170,7 @@ def _check_kernels(
     start: LoadStage, folder: ModelFolder, quantize: Quantize = "none"
 ) -> tuple[str, ...]:
     """Test the kernels for a model; return those to avoid."""
-    device = find_device(start.device)
-    return _check_on(start, folder, device, start.dtype, quantize, start.disabled_kernels)
+    return _check_on(start, folder, start.device, start.dtype, quantize, start.disabled_kernels)
 
 
 def _check_host_kernels(start: LoadStage, folder: ModelFolder) -> tuple[str, ...]:
@@ -181,13 +178,13 @@ def _check_host_kernels(start: LoadStage, folder: ModelFolder) -> tuple[str, ...
     if start.device == "cpu" or not start.host_experts:
         return start.disabled_kernels
     dtype: DTypeChoice = "f32" if start.dtype == "f32" else "auto"
-    return _check_on(start, folder, torch.device("cpu"), dtype, start.quantize, ())
+    return _check_on(start, folder, "cpu", dtype, start.quantize, ())
 
 
 def _check_on(
     start: LoadStage,
     folder: ModelFolder,
-    device: torch.device,
+    device: str,
     dtype: DTypeChoice,
     quantize: Quantize,
     disabled: tuple[str, ...],
@@ -196,7 +193,7 @@ def _check_on(
         return disabled
     began = time.perf_counter()
     path, size = Path(start.kernel_checks_path), start.block_size
-    found = check_kernels(path, folder, device, dtype, quantize, size, disabled)
+    found = check_kernels(path, folder, find_device(device), dtype, quantize, size, disabled)
     log.info("kernels of %s checked in %.2f s", device, time.perf_counter() - began)
     return found
 

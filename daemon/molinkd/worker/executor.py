@@ -16,8 +16,8 @@ from molinkd.worker.step import fail_step, run_step
 
 log = logging.getLogger(__name__)
 
-#: Seconds without a step after which the stage captures CUDA graphs. Steps of an active ring come
-#: more often.
+#: Seconds without a step after which the stage captures CUDA graphs and moves experts. Steps of an
+#: active ring come more often.
 IDLE_BEFORE_CAPTURE_S = 0.2
 
 
@@ -40,7 +40,8 @@ class StageExecutor:
 
     Where the stage interleaves, what is queued during a step of prefill rows runs between its
     layers. An exception in a step, such as out of memory, fails that step's rows only. While no
-    step is queued, the stage captures the CUDA graphs it needs, one at a time.
+    step is queued, the stage captures the CUDA graphs it needs, and moves experts between memories
+    by their use, one at a time.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class StageExecutor:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         #: Seconds of jobs that ran between the layers of others.
         self._interleaved_s = 0.0
+        self._swaps_experts = True
         self._thread = threading.Thread(target=self._run_jobs, name="compute", daemon=True)
         self._thread.start()
 
@@ -121,15 +123,26 @@ class StageExecutor:
             try:
                 return self._jobs.get(timeout=IDLE_BEFORE_CAPTURE_S)
             except queue.Empty:
-                if not self._capture_graph():
+                if not self._run_idle_work():
                     return self._jobs.get()
 
-    def _capture_graph(self) -> bool:
-        """Capture one graph; return whether there may be more to capture."""
+    def _run_idle_work(self) -> bool:
+        """Capture one graph, or move one expert; return whether there may be more to do."""
         try:
-            return self._stage.capture_next_graph()
+            return self._stage.capture_next_graph() or self._swap_experts()
         except Exception:
             log.exception("a CUDA graph could not be captured")
+            return False
+
+    def _swap_experts(self) -> bool:
+        """Let experts that are used more take places on the device, until one can't be loaded."""
+        if not self._swaps_experts:
+            return False
+        try:
+            return self._stage.swap_next_experts()
+        except Exception:
+            log.exception("experts stay where they are: one could not be loaded")
+            self._swaps_experts = False
             return False
 
     def _run_step(self, job: _StepJob) -> tuple[Sequence[StepOutput], str | None, bool]:

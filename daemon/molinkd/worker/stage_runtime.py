@@ -73,7 +73,7 @@ class StageRuntime:
         self._server = server
         self._engine = engine
         self._weight_bytes = engine.stage.weight_bytes
-        self._host_expert_bytes = engine.stage.host_expert_bytes
+        self._stage = engine.stage
         self._kv_bytes = engine.stage.pool_bytes(command.blocks, start.block_size)
         self._host_kv_bytes = host.blocks * engine.stage.block_bytes(start.block_size)
         self._link_memory = memory or LinkMemory(None)
@@ -140,7 +140,8 @@ class StageRuntime:
             "stage_kv_bytes": float(self._kv_bytes),
         }
         gauges["stage_host_kv_bytes"] = float(self._host_kv_bytes)
-        gauges["stage_host_expert_bytes"] = float(self._host_expert_bytes)
+        gauges["stage_host_expert_bytes"] = float(self._stage.host_expert_bytes)
+        gauges["stage_resident_expert_share"] = self._stage.resident_share
         return counters, gauges
 
     def report_load(self) -> StageLoad:

@@ -17,6 +17,7 @@ from molink.checkpoint.tensor_layout import (
     mlp_projections,
 )
 from molink.stage.decoder.delta_net import load_delta_net
+from molink.stage.decoder.expert_use import ExpertUse
 from molink.stage.decoder.grouped_experts import GroupedExpertMlp, GroupedExperts
 from molink.stage.decoder.mamba2 import load_mamba2
 from molink.stage.decoder.mixer import ForwardContext, Mixer
@@ -45,7 +46,8 @@ from molink.stage.decoder.scaled import scale_outputs
 from molink.stage.decoder.self_attention import load_attention
 from molink.stage.decoder.short_conv import load_short_conv
 from molink.stage.decoder.sparse_attention import load_sparse_attention
-from molink.stage.decoder.split_experts import SharedSplitMlp, SplitExpertMlp
+from molink.stage.decoder.split_experts import ReloadExperts, SharedSplitMlp, SplitExpertMlp
+from molink.stage.decoder.weight_source import OpenedWeights, WeightSource
 from molink.stage.linear import ExpertLinear, PlainLinear
 from molink.stage.torch_dtypes import residual_dtype
 from molink.stage.weights.weight_reader import WeightReader
@@ -92,11 +94,15 @@ class DecoderBlock:
 
 @dataclass(frozen=True, slots=True)
 class HostExperts:
-    """Experts of each layer that lie in host memory: how many, and how they are loaded."""
+    """Experts of each layer that lie in host memory: how many, and how they are loaded.
+
+    ``sources`` are the device's and the host's, for experts that change places later; ``None`` if
+    both keep experts in the same form.
+    """
 
     count: int
-    reader: WeightReader
-    operators: RowOperators
+    weights: OpenedWeights
+    sources: tuple[WeightSource, WeightSource] | None
 
 
 def run_blocks(
@@ -294,14 +300,16 @@ def _load_split(
 ) -> SplitExpertMlp:
     """Load a layer's experts, the last ones to host memory."""
     resident = experts.num_experts - host.count
-    beside = replace(loader, reader=host.reader, operators=host.operators)
+    beside = replace(loader, reader=host.weights.reader, operators=host.weights.operators)
     is_bounded = loader.bounded_gate(experts.has_bias) is not None
     return SplitExpertMlp(
         router,
         loader.load_group(experts, range(resident)),
         beside.load_list(experts, range(resident, experts.num_experts)),
         ranks=torch.arange(experts.num_experts),
-        host_dtype=host.reader.dtype,
+        use=ExpertUse(experts.num_experts, resident),
+        reload=None if host.sources is None else loader.make_reload(experts, *host.sources),
+        host_dtype=host.weights.reader.dtype,
         result_dtype=torch.float32 if is_bounded else loader.reader.dtype,
     )
 
@@ -342,6 +350,24 @@ class _MlpLoader:
             return self.load_list(experts, indices)
         gate = self.operators.gate
         return GroupedExperts(*stacked, gate, self.bounded_gate(experts.has_bias))
+
+    def make_reload(
+        self, experts: ExpertsConfig, near: WeightSource, far: WeightSource
+    ) -> ReloadExperts:
+        """A function that loads an expert for the device, and another one for host memory."""
+        config, prefix = self.config, self.prefix
+
+        def reload(moved: int, expelled: int) -> tuple[ExpertList | GroupedExperts, Mlp]:
+            with near.open_weights() as device, far.open_weights() as host:
+                loaders = (
+                    _MlpLoader(one.reader, config, one.operators, prefix) for one in (device, host)
+                )
+                to_device, to_host = loaders
+                group = to_device.load_group(experts, [moved])
+                (other,) = to_host.load_list(experts, [expelled]).experts
+            return group, other
+
+        return reload
 
     def load_list(self, experts: ExpertsConfig, indices: Sequence[int]) -> ExpertList:
         """Load some experts one by one."""

@@ -47,12 +47,18 @@ class GroupedExperts:
     def multiply(self, rows: Tensor, sources: Tensor, counts: Sequence[int]) -> Tensor:
         """Run ``rows[sources]``, ``[P, hidden]``.
 
-        See :class:`~molink.stage.decoder.mlp.ExpertGroup`.
+        See :meth:`molink.stage.decoder.mlp.ExpertList.multiply`.
         """
         slots = torch.arange(len(counts), dtype=torch.int32)
         sorted_slots = slots.repeat_interleave(torch.tensor(counts)).unsqueeze(1)
         products, factors = self.run_pairs(rows[sources], upload_tensor(sorted_slots, rows.device))
         return products if factors is None else products * factors
+
+    def put_expert(self, slot: int, group: object) -> None:
+        """Replace an expert by the only one of ``group``."""
+        assert isinstance(group, GroupedExperts), "experts of a device have one form"
+        self.gate_up.put_expert(slot, group.gate_up)
+        self.down.put_expert(slot, group.down)
 
     @property
     def nbytes(self) -> int:

@@ -117,24 +117,6 @@ def run_mlp(mlp: Mlp, rows: Tensor, adapters: AdapterRows | None) -> Tensor:
     return mlp(rows, adapters) if isinstance(mlp, GatedMlp) else mlp(rows)
 
 
-class ExpertGroup(Protocol):
-    """Experts on one device."""
-
-    @property
-    def count(self) -> int:
-        """Number of experts."""
-
-    def multiply(self, rows: Tensor, sources: Tensor, counts: Sequence[int]) -> Tensor:
-        """Run ``rows[sources]``, sorted by expert, of which the first ``counts[0]`` are expert 0's.
-
-        ``rows`` ``[T, hidden]`` and ``sources`` (int64 ``[P]``) are on the device; returns ``[P,
-        hidden]``.
-        """
-
-    @property
-    def nbytes(self) -> int: ...
-
-
 @dataclass(slots=True)
 class ExpertList:
     """Experts that run one after the other."""
@@ -146,7 +128,11 @@ class ExpertList:
         return len(self.experts)
 
     def multiply(self, rows: Tensor, sources: Tensor, counts: Sequence[int]) -> Tensor:
-        """Run ``rows[sources]``, ``[P, hidden]``: see :class:`ExpertGroup`."""
+        """Run ``rows[sources]``, sorted by expert, of which the first ``counts[0]`` are expert 0's.
+
+        ``rows`` ``[T, hidden]`` and ``sources`` (int64 ``[P]``) are on the device; returns ``[P,
+        hidden]``.
+        """
         results: list[Tensor] = []
         first = 0
         for expert, count in zip(self.experts, counts, strict=True):
@@ -154,6 +140,11 @@ class ExpertList:
                 results.append(expert(rows[sources[first : first + count]]))
                 first += count
         return torch.cat(results)
+
+    def put_expert(self, slot: int, group: object) -> None:
+        """Replace an expert by the only one of ``group``."""
+        assert isinstance(group, ExpertList), "experts of a device have one form"
+        (self.experts[slot],) = group.experts
 
     @property
     def nbytes(self) -> int:

@@ -5,15 +5,21 @@ device, and runs its own meanwhile. Each row's results are added in the order of
 all experts were in one place.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from molink.stage.decoder.mlp import ExpertGroup, ExpertList, SharedExpertMlp, add_weighted
+from molink.stage.decoder.expert_use import ExpertUse
+from molink.stage.decoder.grouped_experts import GroupedExperts
+from molink.stage.decoder.mlp import ExpertList, Mlp, SharedExpertMlp, add_weighted
 from molink.stage.decoder.router import ExpertRouter
 from molink.stage.device_copy import Download, begin_download, upload_tensor
+
+#: Loads an expert for the device, as a group of its own, and another one for host memory.
+ReloadExperts = Callable[[int, int], tuple[ExpertList | GroupedExperts, Mlp]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,16 +40,18 @@ class SplitExpertMlp:
 
     ``ranks`` (int64 ``[experts]``, on the host) are the experts' places: first those of the
     ``resident`` group, then those of the ``host`` group, which computes in ``host_dtype``. Results
-    are of type ``result_dtype``.
+    are of type ``result_dtype``. Without ``reload`` both groups have experts in the same form.
     """
 
     #: Each forward reads the chosen experts back from the device.
     capturable: ClassVar[bool] = False
 
     router: ExpertRouter
-    resident: ExpertGroup
+    resident: ExpertList | GroupedExperts
     host: ExpertList
     ranks: Tensor
+    use: ExpertUse
+    reload: ReloadExperts | None
     host_dtype: torch.dtype
     result_dtype: torch.dtype
 
@@ -61,7 +69,9 @@ class SplitExpertMlp:
         experts, host_rows = routed.download.wait()
         ranks = self.ranks[experts.flatten()]
         order = ranks.argsort()  # (row, expert) pairs sorted by group and expert
-        counts = ranks.bincount(minlength=len(self.ranks)).tolist()
+        counted = ranks.bincount(minlength=len(self.ranks))
+        self.use.record_choices(counted)
+        counts: list[int] = counted.tolist()
         split = self.resident.count
         near = sum(counts[:split])
         sources, device = order // experts.shape[1], routed.rows.device
@@ -74,6 +84,29 @@ class SplitExpertMlp:
             made = self.host.multiply(given, sources[near:], counts[split:])
             parts.append(upload_tensor(made.to(self.result_dtype), device))
         return add_weighted(torch.cat(parts)[moved[near:]], routed.weights)
+
+    def swap_next(self) -> bool:
+        """Let an expert that is used more change places with one on the device, if any is.
+
+        Returns whether it did. Call it between steps.
+        """
+        found = self.use.find_swap()
+        if found is None:
+            return False
+        near, far = found
+        slot, away = near, far - self.resident.count
+        experts = [int((self.ranks == rank).nonzero()) for rank in (near, far)]
+        if self.reload is not None:
+            moved, expelled = self.reload(experts[1], experts[0])
+            self.resident.put_expert(slot, moved)
+            self.host.experts[away] = expelled
+        else:
+            assert isinstance(self.resident, ExpertList)
+            own, others = self.resident.experts, self.host.experts
+            own[slot], others[away] = others[away], own[slot]
+        self.ranks[experts] = self.ranks[experts[::-1]]
+        self.use.swap_places(near, far)
+        return True
 
     @property
     def nbytes(self) -> int:

@@ -206,6 +206,19 @@ class BlockPlanes:
             steps = numbers.to(device).flatten(1).view(plane.dtype)
             plane[:, first:last] = unflatten(steps, 1, (layout.chunks, -1)).transpose(0, 1)
 
+    def copy_rows(self, first: int, other: "BlockPlanes") -> None:
+        """Overwrite rows from ``first`` on with all of ``other``, of the same format."""
+        every, rows = self.layout.form.shared_rows, other.layout.shape[0]
+        for plane, given in zip(self._own_planes, other._own_planes, strict=True):
+            if plane.numel():
+                step = every if plane is self.scales or plane is self.minima else 1
+                plane[:, first // step : (first + rows) // step] = given
+
+    @property
+    def _own_planes(self) -> tuple[Tensor, ...]:
+        steps = self.scale_steps, self.minimum_steps
+        return self.words, self.high, self.scales, self.minima, *steps, self.shifts
+
     @cached_property
     def tensors(self) -> tuple[Tensor, ...]:
         """All planes, in the kernels' order; the steps of a chunk's groups are one number."""

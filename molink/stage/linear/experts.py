@@ -25,6 +25,17 @@ class ExpertLinear:
         """Multiply rows ``[pairs / shared, in]`` by their experts' weights, ``[pairs, out]``."""
         return multiply_experts(self.weight, rows, self.bias, tiles, self.num_experts, shared)
 
+    def put_expert(self, slot: int, other: "ExpertLinear") -> None:
+        """Overwrite an expert with the only one of ``other``."""
+        if isinstance(self.weight, BlockPlanes):
+            assert isinstance(other.weight, BlockPlanes)
+            self.weight.copy_rows(slot * other.weight.layout.shape[0], other.weight)
+        else:
+            assert isinstance(other.weight, Tensor)
+            self.weight.view(self.num_experts, *other.weight.shape)[slot] = other.weight
+        if self.bias is not None and other.bias is not None:
+            self.bias.view(self.num_experts, -1)[slot] = other.bias
+
     @property
     def nbytes(self) -> int:
         return self.weight.nbytes + total_bytes(self.bias)

@@ -103,6 +103,7 @@ def place(
         wire_dtype="f32",
         weight_bytes=1000,
         host_expert_bytes=0,
+        resident_share=0.0,
         block_bytes=lambda size: 10 * size,
         pool_bytes=lambda blocks, size: 10 * blocks * size,
     )

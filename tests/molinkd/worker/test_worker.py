@@ -81,6 +81,7 @@ class FakeStage:
     wire_dtype = "f32"
     weight_bytes = 3 << 20
     host_expert_bytes = 0
+    resident_share = 0.0
 
     def __init__(self, error: Exception | None = None) -> None:
         self.error = error
@@ -216,6 +217,8 @@ def test_memory_is_bounded_before_anything_is_loaded(monkeypatch: pytest.MonkeyP
         "disabled_kernels": ("int8",),
         "max_decode_rows": 200,
         "kv_cache_dtype": "int8",
+        "host_experts": 0,
+        "host_disabled_kernels": ("int8",),
     }
     assert done == [
         ("cuda:1", 8 << 30),

@@ -285,6 +285,41 @@ def draw_weight(
     return planes, dequantize_codes(form, part)
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_an_expert_takes_the_place_of_another(name: str) -> None:
+    form, columns = FORMATS[name]
+    generator, outputs = torch.Generator().manual_seed(0), 64
+
+    def draw(count: int) -> ExpertLinear:
+        shape = count * outputs, columns
+        bias = torch.randn(shape[0], generator=generator)
+        if form is None:
+            plain = torch.randn(shape, generator=generator)
+            return ExpertLinear(plain, bias, count)
+        part = draw_codes(form, shape, generator)
+        planes = BlockPlanes.pack_blocks(PlaneLayout(form, shape), [part], torch.device("cpu"))
+        return ExpertLinear(planes, bias, count)
+
+    stacked, other = draw(3), draw(1)
+    before = [plane.clone() for plane in list_planes(stacked)]
+    stacked.put_expert(1, other)
+    for plane, old, new in zip(list_planes(stacked), before, list_planes(other), strict=True):
+        axis = plane.ndim > 1 and name != "none"
+        found, kept, given = (each.transpose(0, int(axis)) for each in (plane, old, new))
+        size = len(given)
+        assert torch.equal(found[size : 2 * size], given)
+        for rows in (slice(size), slice(2 * size, None)):
+            assert torch.equal(found[rows], kept[rows])
+
+
+def list_planes(linear: ExpertLinear) -> list[Tensor]:
+    """Whatever holds numbers of experts."""
+    assert linear.bias is not None
+    weight = linear.weight
+    parts = [weight] if isinstance(weight, Tensor) else weight._own_planes
+    return [linear.bias, *(each for each in parts if each.numel())]
+
+
 # --- mixtures ---------------------------------------------------------------------------------
 
 HIDDEN, INNER = 24, 20
