@@ -25,6 +25,7 @@ TEXT_MODELS = {
     "Llama4ForConditionalGeneration": "llama4_text",
     "Mistral3ForConditionalGeneration": "mistral",
     "Qwen2_5_VLForConditionalGeneration": "qwen2",
+    "Qwen3VLForConditionalGeneration": "qwen3",
     "Qwen3_5ForConditionalGeneration": "qwen3_5_text",
     "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe_text",
     "SmolVLMForConditionalGeneration": "llama",
@@ -37,7 +38,11 @@ _TEXT_DEFAULTS = {
     for name in ("Idefics3ForConditionalGeneration", "SmolVLMForConditionalGeneration")
 }
 #: ``model_type`` of text models → another one of the same family.
-_SAME_TYPES = {"gemma4_unified_text": "gemma4_text", "qwen2_5_vl_text": "qwen2"}
+_SAME_TYPES = {
+    "gemma4_unified_text": "gemma4_text",
+    "qwen2_5_vl_text": "qwen2",
+    "qwen3_vl_text": "qwen3",
+}
 #: Models whose text model has its fields in ``text_config`` only since transformers 4.52.
 _FORMERLY_FLAT = frozenset({"Qwen2_5_VLForConditionalGeneration"})
 #: Outer fields that concern the text model.

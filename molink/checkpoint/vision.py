@@ -168,12 +168,12 @@ class VisionConfig:
     def image_elements(self) -> int:
         """Peak number of elements of the rows of the largest image in a layer.
 
-        They are the residual, its norm, queries, keys and values (twice if rotated) and attended
-        rows, or what an MLP keeps.
+        They are the residual, its norm, queries, keys and values (twice if rotated, again for
+        windows) and attended rows, or what an MLP keeps.
         """
         pixels = self.rules.most_pixels or self.rules.size**2
         patches = pixels // self.patch_size**2
-        attended = (6 + 2 * bool(self.rope_theta)) * self.hidden_size
+        attended = (6 + 2 * bool(self.rope_theta) + 4 * bool(self.window)) * self.hidden_size
         inner = (2 + self.gated) * self.intermediate_size + 3 * self.hidden_size
         return patches * max(attended, inner)
 

@@ -41,7 +41,7 @@ def decode_data_url(url: str, field: str) -> Image.Image:
 
 
 def decode_image(data: bytes, field: str) -> Image.Image:
-    """Decode an image to RGB, turned as its camera says.
+    """Decode an image to RGB, turned as its camera says; it is copied as rarely as can be.
 
     Raises:
         RequestError: it is of another format, animated, too large or damaged.
@@ -50,10 +50,11 @@ def decode_image(data: bytes, field: str) -> Image.Image:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            with Image.open(io.BytesIO(data), formats=FORMATS) as image:
-                _check_image(image, field)
-                turned = ImageOps.exif_transpose(image)
-                return turned.convert("RGB")
+            image = Image.open(io.BytesIO(data), formats=FORMATS)
+            _check_image(image, field)
+            image.load()
+            ImageOps.exif_transpose(image, in_place=True)
+            return image if image.mode == "RGB" else image.convert("RGB")
     except RequestError:
         raise
     except Exception as error:  # a decoder may raise anything

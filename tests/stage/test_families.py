@@ -227,6 +227,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "qwen3_5 that sees": ("qwen3_5", {}),
+    "qwen3_vl as text": ("qwen3_vl", {}),
+    "qwen2_5_vl as text": (
+        "qwen2_5_vl",
+        {"rope_parameters": {"rope_theta": 10000.0, "mrope_section": [2, 3, 3]}},
+    ),
     "qwen3_5_moe": ("qwen3_5_moe_text", {}),
     "ministral": ("ministral", {"layer_types": [SLIDING, FULL, FULL, SLIDING]}),
     "ministral everywhere": ("ministral", {}),

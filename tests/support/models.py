@@ -304,13 +304,14 @@ FAMILY_FIELDS: dict[str, dict[str, Any]] = {
 
 #: Models that see images: the ``model_type`` of what sees, and what else its config says.
 SIGHT: dict[str, dict[str, Any]] = {
-    "gemma3": {"model_type": "siglip_vision_model", "image_size": 28},
+    "gemma3": {"model_type": "siglip_vision_model", "image_size": 224},
     "mistral3": {"model_type": "pixtral", "image_size": 28, "head_dim": 16},
     "smolvlm": {"model_type": "smolvlm_vision", "image_size": 28},
     "aya_vision": {"model_type": "siglip_vision_model", "image_size": 28},
     "cohere2_vision": {"model_type": "siglip_vision_model", "image_size": 28},
     "qwen3_5": {"model_type": "qwen3_5_vision", "out_hidden_size": 64},
     "qwen2_5_vl": {"model_type": "qwen2_5_vl_vision", "out_hidden_size": 64},
+    "qwen3_vl": {"model_type": "qwen3_vl_vision", "out_hidden_size": 64},
 }
 _SMALL_SIGHT = {
     "hidden_size": 32,

@@ -27,5 +27,5 @@ def rotated_positions(sequence: SequenceRows, cell: int) -> Iterator[tuple[int, 
             yield place, place, place
             continue
         place -= position - span.start
-        line, column = divmod(position - span.start, span.width // cell)
+        line, column = divmod(position - span.start, max(1, span.width // cell))
         yield place, place + line, place + column

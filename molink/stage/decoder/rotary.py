@@ -52,16 +52,22 @@ class AngleTable:
     ) -> "Sequence[int] | array[int]":
         """Table indices of the angles of each sequence's single row."""
         if self.cell and any(rows.images for rows in sequences):
-            return [
+            shifted = (
                 position + shift_after(rows.images, position, self.cell)
                 for position, rows in zip(positions, sequences, strict=True)
-            ]
+            )
+            return [_clamp(position, self.positions) for position in shifted]
         if len(self.angles) == self.positions:
             return positions
         return [
             position + self.positions * (max(rows.end, rows.max_positions) > self.short_context)
             for position, rows in zip(positions, sequences, strict=True)
         ]
+
+
+def _clamp(position: int, positions: int) -> int:
+    """A table's index, whatever a scheduler says of images: on a GPU others poison the process."""
+    return min(max(position, 0), positions - 1)
 
 
 class Rope:
@@ -131,7 +137,7 @@ class Rope:
     def _angles_of_images(self, sequences: Sequence[SequenceRows]) -> Tensor:
         """Angles where pairs follow an image's place, lines or columns, as sections say."""
         numbers = [
-            number
+            _clamp(number, sequence.end)
             for sequence in sequences
             for places in rotated_positions(sequence, self._cell)
             for number in places
