@@ -1,30 +1,27 @@
 """The routes with which the chat page changes the swarm and this PC; all need the owner's token."""
 
-import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated
 
 import msgspec
 from aiohttp import web
 from msgspec import json
 
-from molink.checkpoint.hub_catalog import load_catalog
 from molink.plaintext import sanitize_text
-from molink.sim.swarm_capacity import SwarmCapacity, describe_entry, read_capacity
+from molink.sim.swarm_capacity import read_capacity
 from molink.swarm.controller.status_schema import decode_status
 from molinkd.api.access_guard import require_owner
 from molinkd.api.administration import Administration, LocalModel
 from molinkd.api.backend import Backend
 from molinkd.api.body_reader import BodyReader
+from molinkd.api.catalog_fits import CatalogFits, CatalogModel, choose_offers
 from molinkd.api.generation_handler import json_response
 from molinkd.api.line_stream import stream_lines
 
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=2048)]
 _DONE = json.encode({"status": "done"})
-#: How many models of the catalog are offered on a first start.
-_MAX_OFFERS = 3
 
 
 class PairingBody(msgspec.Struct, kw_only=True):
@@ -53,24 +50,6 @@ class SettingBody(msgspec.Struct, kw_only=True):
     value: Annotated[str, msgspec.Meta(max_length=1024)]
 
 
-class CatalogModel(msgspec.Struct, frozen=True):
-    """A model of the catalog and how it fits the swarm; sizes in bytes, speed of one request.
-
-    ``quantize`` is the mildest mode in which it fits, ``None`` if it does not; ``tokens_per_s`` is
-    ``None`` while PCs have not been measured.
-    """
-
-    name: str
-    use: str
-    license: str
-    parameters: int
-    download: int
-    memory: int
-    quantize: str | None
-    stages: int
-    tokens_per_s: float | None
-
-
 class ModelsAnswer(msgspec.Struct, frozen=True):
     """``GET /swarm/models``: ``offers`` are names in ``catalog`` to begin with."""
 
@@ -89,6 +68,7 @@ class OwnerRoutes:
     administration: Administration
     body_reader: BodyReader
     stall_timeout_s: float
+    catalog_fits: CatalogFits = field(default_factory=CatalogFits)
 
     @property
     def routes(self) -> list[web.RouteDef]:
@@ -109,7 +89,9 @@ class OwnerRoutes:
         local = tuple(await self.administration.list_local_models())
         status = decode_status(await self.backend.fetch_status())
         capacity = read_capacity(status, self.administration.quantize)
-        answer = await asyncio.to_thread(describe_models, local, capacity)
+        found = await self.catalog_fits.describe_models(capacity)
+        offers = choose_offers(found, capacity.quantize)
+        answer = ModelsAnswer(local, found, offers, capacity.place, capacity.memory)
         return json_response(json.encode(answer))
 
     async def list_settings(self, request: web.Request) -> web.Response:
@@ -156,44 +138,3 @@ class OwnerRoutes:
         async with aclosing(self.administration.serve_model(model)) as progress:
             async for one in progress:
                 yield json.encode(one)
-
-
-def describe_models(local: tuple[LocalModel, ...], capacity: SwarmCapacity) -> ModelsAnswer:
-    """Describe the models on this PC, those of the catalog, and which to begin with. Blocks."""
-    found = []
-    for entry in load_catalog().entries:
-        if entry.is_default and entry.task == "generate":
-            about = describe_entry(entry, capacity)
-            fit = about.fit
-            found.append(
-                CatalogModel(
-                    entry.name,
-                    entry.use,
-                    entry.license,
-                    about.parameters,
-                    about.download,
-                    about.memory,
-                    fit.quantize,
-                    fit.num_stages,
-                    round(fit.tokens_per_s, 1) or None,
-                )
-            )
-    offers = choose_offers(found, capacity.quantize)
-    return ModelsAnswer(local, tuple(found), offers, capacity.place, capacity.memory)
-
-
-def choose_offers(models: list[CatalogModel], quantize: str) -> tuple[str, ...]:
-    """Choose up to three models that fit unchanged: the largest, one in between, a small one.
-
-    A model that would write fewer than four tokens/s is not offered if others are faster.
-    """
-    fitting = [one for one in models if one.quantize == quantize]
-    quick = [one for one in fitting if one.tokens_per_s is None or one.tokens_per_s >= 4.0]
-    order = sorted(quick or fitting, key=lambda one: one.parameters, reverse=True)
-    if len(order) <= _MAX_OFFERS:
-        return tuple(one.name for one in order)
-    small = next(
-        (one for one in reversed(order) if one.parameters >= order[0].parameters / 20), order[-1]
-    )
-    middle = order[len(order[: order.index(small)]) // 2]
-    return tuple(dict.fromkeys(one.name for one in (order[0], middle, small)))

@@ -7,9 +7,10 @@ import pytest
 from aiohttp.test_utils import TestClient
 
 from molink.errors import RequestError
+from molinkd.api import catalog_fits
 from molinkd.api.administration import LocalModel
 from molinkd.api.api_settings import ApiSettings
-from molinkd.api.owner_routes import CatalogModel, choose_offers
+from molinkd.api.catalog_fits import CatalogModel, choose_offers
 from tests.molinkd.cli.top import swarms
 from tests.support.fake_administration import HEADERS, TOKEN, FakeAdministration
 from tests.support.fake_backend import FakeBackend
@@ -85,7 +86,9 @@ async def test_the_owner_sees_what_waits_for_a_decision(
         backend.swarm["peers"][0]["paused"] = "drained"  # type: ignore[index]
 
 
-async def test_models_of_the_pc_and_of_the_catalog(backend: FakeBackend, serve: Any) -> None:
+async def test_models_of_the_pc_and_of_the_catalog(
+    backend: FakeBackend, serve: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     card = {
         "kind": "cuda",
         "name": "Card",
@@ -104,6 +107,8 @@ async def test_models_of_the_pc_and_of_the_catalog(backend: FakeBackend, serve: 
         settings = await (await client.get("/swarm/settings", headers=HEADERS)).json()
         assert [one["name"] for one in settings] == ["pause_times", "keep_awake"]
         shown = await (await client.get("/swarm/models", headers=HEADERS)).json()
+        monkeypatch.setattr(catalog_fits, "describe_entry", None)  # nothing is placed twice
+        assert await (await client.get("/swarm/models", headers=HEADERS)).json() == shown
     assert shown["local"] == [{"name": "mine", "size": 5, "partial": False, "source": "/m"}]
     by_name = {one["name"]: one for one in shown["catalog"]}
     assert by_name["qwen3:8b"]["quantize"] == "none"
@@ -123,4 +128,5 @@ def test_offers() -> None:
     assert choose_offers(models, "none") == ("14b", "8b", "1b")
     assert choose_offers([model("70b", 70, 1.0, "none")], "none") == ("70b",)
     assert choose_offers([model("70b", 70, None, "int8")], "none") == ()
+    assert choose_offers([model("70b", 70, None, "none"), *models[-1:]], "none") == ("1b",)
     assert choose_offers([model("8b", 8, None, "none")], "none") == ("8b",)

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from molink.checkpoint import hub
+from molink.checkpoint.model_names import find_demo_folder
 from molink.errors import ModelNotFound, Overloaded, RequestError
 from molink.wire.messages.admin import (
     LoadModelReply,
@@ -26,15 +27,12 @@ from molinkd.peer.frontend.local_administration import MAX_PULLS, LocalAdministr
 from molinkd.peer.home import Home
 from molinkd.peer.settings import read_options, write_options
 from tests.support.fake_hub import REPOSITORY, FakeHub, in_place
-from tests.support.models import MakeModel
 
 
 @pytest.fixture
-def served(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_model: MakeModel
-) -> Iterator[FakeHub]:
+def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
     monkeypatch.setattr(hub, "RETRY_DELAYS_S", (0.0,))
-    with in_place(make_model(tmp_path / "model"), tmp_path / "cache", monkeypatch) as made:
+    with in_place(find_demo_folder(), tmp_path / "cache", monkeypatch) as made:
         yield made
 
 
