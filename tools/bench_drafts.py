@@ -33,8 +33,8 @@ from tools.wan import RigError, unavailable
 _COUNTERS = re.compile(
     r"^molink_scheduler_(draft_tokens(?:_accepted)?|volumes)_total(?:\{[^}]*\})? (\S+)$", re.M
 )
-#: Shortest answer that counts, in tokens.
-_MIN_TOKENS = 12
+#: Shortest answer that counts, in tokens, and shortest one of a held-out conversation.
+_MIN_TOKENS, _MIN_CHARACTERS = 12, 80
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +83,9 @@ async def run_client(url: str, talks: Sequence[Conversation], sampling: dict[str
 
 
 def choose_talks(count: int, seed: int) -> list[Conversation]:
-    """Held-out conversations up to their last question."""
-    held = select_conversations("held_out", 40 * count, seed)
-    # Long answers first: a short one has no time to gain.
-    held.sort(key=lambda talk: -len(talk[-1]["content"]))
-    return [talk[:-1] for talk in held[:count]]
+    """Held-out conversations up to their last question, which has a longer answer."""
+    held = select_conversations("held_out", 20 * count, seed)
+    return [talk[:-1] for talk in held if len(talk[-1]["content"]) >= _MIN_CHARACTERS][:count]
 
 
 def measure_side(side: Side, talks: Sequence[Conversation], sampling: dict[str, Any]) -> Any:
@@ -130,8 +128,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, help="of tools.train_demo_model --mtp")
     parser.add_argument("--sides", default="off,lookup,mtp", help="the first is compared to")
-    parser.add_argument("--talks", type=int, default=12)
+    parser.add_argument("--talks", type=int, default=8)
     parser.add_argument("--seed", type=int, default=7)
+    parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--mbps", type=float, default=100.0)
     parser.add_argument("--delay-ms", type=float, default=30.0, help="one way")
@@ -143,7 +142,7 @@ def main() -> None:
         raise RigError(reason)
     models = {"off": FOLDER, "lookup": FOLDER, "mtp": options.folder.resolve()}
     talks = choose_talks(options.talks, options.seed)
-    sampling = {"temperature": options.temperature, "seed": 1, "max_tokens": 200}
+    sampling = {"temperature": options.temperature, "seed": 1, "max_tokens": options.max_tokens}
     base: Any = None
     print("| drafts | ms per token | times shorter | right | same answers |")
     print("|---|---:|---:|---:|---:|")

@@ -96,6 +96,7 @@ class ModelDescription:
             kv_heads=config.kv_heads,
             head_size=config.head_dim,
             kv_kinds=config.kv_kinds,
+            mtp_layers=facts.mtp_layers,
             vocabulary=config.vocab_size,
             head_bytes=facts.element_bytes,
             attention_share=config.count_attention((0, config.layers)) / config.layers,

@@ -73,7 +73,8 @@ class ModelProfile:
     all experts, so the output head has ``head_bytes`` (0: as layers).
 
     If some layers are recurrent, ``attention_share`` of the layers have attention, and the others
-    keep ``state_bytes`` of a request, as an average over all layers.
+    keep ``state_bytes`` of a request, as an average over all layers. The last stage has
+    ``mtp_layers`` more, which foretell tokens.
     """
 
     name: str
@@ -95,6 +96,7 @@ class ModelProfile:
     state_bytes: float = 0.0
     kv_cache_dtype: KVCacheDType = "auto"
     kv_kinds: int = 2
+    mtp_layers: int = 0
 
     def read_share(self, rows: int) -> float:
         """Share of a layer's bytes that ``rows`` rows read, which choose experts independently."""
@@ -180,6 +182,7 @@ _MAY_BE_ZERO = {
     "head_bytes",
     "expert_share",
     "state_bytes",
+    "mtp_layers",
 }
 #: Keys whose value is a share of 1.
 _SHARES = {

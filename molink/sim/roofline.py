@@ -34,7 +34,10 @@ class StepRows(msgspec.Struct, frozen=True):
 
 
 class Roofline:
-    """A stage: ``layers`` layers of ``model`` on ``device``, with logits if ``is_last``."""
+    """A stage: ``layers`` layers of ``model`` on ``device``, with logits if ``is_last``.
+
+    A last stage that foretells tokens runs that layer in each step and reads the head twice.
+    """
 
     def __init__(
         self, device: DeviceProfile, model: ModelProfile, layers: int, *, is_last: bool
@@ -45,7 +48,9 @@ class Roofline:
         self._model = model
         memory = device.memory_gbs * 1e9 * device.memory_efficiency
         compute = device.tflops * 1e12 * device.compute_efficiency
-        weights = layers * model.layer_parameters
+        behind = model.mtp_layers if is_last else 0
+        self._all_layers = layers + behind
+        weights = self._all_layers * model.layer_parameters
         logits = model.vocabulary * model.hidden if is_last else 0
         kinds = (
             (model.block_bytes, model.bytes_per_parameter),
@@ -54,14 +59,16 @@ class Roofline:
         weight, end = (
             in_blocks if device.keeps_blocks and in_blocks else usual for in_blocks, usual in kinds
         )
-        self.weight_bytes = weights * weight + logits * end
+        # The embedding is as large as the output head.
+        self.weight_bytes = weights * weight + (1 + behind) * logits * end
+        logits *= 1 + behind
         self._step_s = device.step_ms / 1000
         self._read_s = weights * weight / memory
         self._row_s = 2 * weights / compute
         self._read_logits_s = logits * end / memory
         self._row_logits_s = 2 * logits / compute
         #: Seconds per token before a decode row, and before a prefill row.
-        attended = layers * model.attention_share
+        attended = self._all_layers * model.attention_share
         self._decode_token_s = attended * model.kv_bytes / memory
         self._prefill_token_s = 4 * attended * model.heads * model.head_size / compute
         #: Seconds to read and write the states of a decode row.
@@ -101,7 +108,7 @@ class Roofline:
     def kv_token_bytes(self) -> int:
         """Bytes of one token's keys and values, for an average share of recurrent layers."""
         model = self._model
-        return math.ceil(self.layers * model.attention_share * model.kv_bytes)
+        return math.ceil(self._all_layers * model.attention_share * model.kv_bytes)
 
     def kv_tokens(self, device: DeviceProfile) -> int:
         """Tokens whose KV fits in addition to the weights; 0 if the weights don't fit."""

@@ -170,11 +170,11 @@ def train_foreteller(folder: Path, base: Path, plan: Plan, conversations: int) -
                 "seconds": round(time.monotonic() - started, 1),
             }
             print(json.dumps(line), file=sys.stderr, flush=True)
-    _save(foreteller.tensors(), base, folder)
+    save_foreteller(foreteller, base, folder)
 
 
-def _save(tensors: dict[str, Tensor], base: Path, folder: Path) -> None:
-    """Write the model of ``base`` with a layer that foretells tokens."""
+def save_foreteller(foreteller: Foreteller, base: Path, folder: Path) -> None:
+    """Write the model of ``base`` with a layer that foretells tokens into ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("generation_config.json", "tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(base / name, folder / name)
@@ -187,5 +187,8 @@ def _save(tensors: dict[str, Tensor], base: Path, folder: Path) -> None:
     text = json.dumps(config, indent=2) + "\n"
     (folder / "config.json").write_text(text, encoding="utf-8")
     every = load_file(base / "model.safetensors")
-    every |= {name: one.detach().to(torch.bfloat16).contiguous() for name, one in tensors.items()}
+    every |= {
+        name: tensor.detach().to(torch.bfloat16).contiguous()
+        for name, tensor in foreteller.tensors().items()
+    }
     save_file(every, folder / "model.safetensors", metadata={"format": "pt"})

@@ -126,9 +126,10 @@ _TRUST_SMOOTHING = 0.15
 class RequestDrafter:
     """Drafts of a request, each with its probability given that the previous ones are right.
 
-    They come from ``source``, or from a draft model by ``on_model_drafts``. The probability
-    combines the matching tokens or the model's word with the past success of such drafts. ``trust``
-    is the probability of tokens that the last stage declares as forced.
+    They come from ``source``, or by ``on_model_drafts`` from a draft model or a last stage that
+    foretells tokens. The probability combines the matching tokens or the model's word with the past
+    success of such drafts. ``trust`` is the probability of tokens that the last stage declares as
+    forced.
     """
 
     __slots__ = (

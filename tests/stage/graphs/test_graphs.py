@@ -21,7 +21,7 @@ from molink.stage import stage as stages
 from molink.stage.attention.base import AttentionBackend, AttentionShape
 from molink.stage.attention.flash import FlashAttention
 from molink.stage.attention.gather import GatherAttention
-from molink.stage.batch import SequenceRows, StageInput
+from molink.stage.batch import MtpInput, SequenceRows, StageInput
 from molink.stage.graphs import buckets
 from molink.stage.graphs import decode_graphs as graphs
 from molink.stage.graphs.buckets import MAX_RUNS_BEFORE_CAPTURE, row_bucket
@@ -604,6 +604,28 @@ def test_graphs_of_few_rows_find_the_likeliest_tokens(
         assert sample_tokens(output.rows, rows, output.greedy) == expected
     assert (output.greedy is None) == (count > 16)
     assert counted.seen == [] or count > 16
+
+
+def test_graphs_keep_the_rows_from_which_tokens_are_foretold(
+    make_model: MakeModel, tmp_path: Path, captures: Callable[..., Any]
+) -> None:
+    folder = make_model(tmp_path, "mimo", 4)
+    found = []
+    for with_graphs in (False, True):
+        made = captures() if with_graphs else []
+        (stage,) = Ring(folder).stages
+        for position in range(STEPS):
+            rows = (SequenceRows(position, 1, (3, 1, 2)),)
+            output = stage.compute_step(StageInput(torch.tensor([7 + position]), None, rows, (0,)))
+            assert output.normed is not None
+            kept = output.normed.clone()
+            foretold = stage.foretell_tokens(MtpInput(kept, [8 + position], rows, (0,)))
+            while stage.capture_next_graph():
+                pass
+        assert not with_graphs or made[0].replayed > 0
+        found.append((kept, output.rows.clone(), foretold.logits))
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
 
 
 @needs_triton
