@@ -8,7 +8,7 @@ from molink.checkpoint.vision import MAX_SIDE, ImageRules, VisionConfig
 from molink.errors import BrokenModel, UnsupportedModel
 
 PREPROCESSOR_FILE, PROCESSOR_FILE = "preprocessor_config.json", "processor_config.json"
-#: Pixels of an image at most, whatever the processor allows: 5350 tokens of 28 x 28.
+#: Pixels of an image at most, whatever the processor allows: 5349 tokens of 28 x 28.
 _MOST_PIXELS = 4 << 20
 
 

@@ -6,11 +6,13 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from molink.errors import ContextTooLong, Overloaded, RequestError, Unavailable
+from molink.facts.images import ImageInput, ImageSpan
 from molink.swarm.frontend.stream import (
     EmitTokenAction,
     FailStreamAction,
     PipelineEpoch,
     RequestStream,
+    SendPixelsAction,
     SendToSchedulerAction,
     StreamAction,
     StreamLimits,
@@ -19,9 +21,11 @@ from molink.swarm.frontend.stream import (
 from molink.wire.messages.base import Payload
 from molink.wire.messages.data_plane import SamplingParams
 from molink.wire.messages.serving import (
+    PIXEL_FRAGMENT,
     Cancel,
     Credit,
     OutputToken,
+    PixelsReceived,
     PooledOutput,
     Rejected,
     Request,
@@ -96,6 +100,39 @@ def test_resubmissions_carry_the_request_and_its_elapsed_time() -> None:
     assert stream.set_target(None, 5.0) == []
     submit = submitted(stream.set_target(TWO, 10.0)).submit
     assert (submit.request, submit.elapsed_s) == (request.without_payloads(), 10.0)
+
+
+def sent_pixels(acts: list[StreamAction], key: str) -> list[tuple[int, int]]:
+    found = [act for act in acts if isinstance(act, SendPixelsAction)]
+    assert {act.fragment.key for act in found} <= {key}
+    return [(act.fragment.first, act.data.nbytes) for act in found]
+
+
+def test_pixels_follow_as_they_are_received_and_again_after_a_loss() -> None:
+    """Two images, of 5 and 1 fragments, with 4 fragments in flight at most."""
+    size = PIXEL_FRAGMENT
+    images = tuple(
+        ImageInput(ImageSpan(start, 1, 256, nbytes // 768), bytes(nbytes))
+        for start, nbytes in ((0, 4 * size + 768), (1, 768))
+    )
+    request = Request("m", PROMPT, 5, SamplingParams(), images=images)
+    assert request.without_payloads().images == ()
+    stream = RequestStream("k", request, LIMITS, 0.0)
+    acts = stream.set_target(ONE, 0.0)
+    key = stream.attempt_key
+    assert submitted(acts).submit.images == tuple(image.span for image in images)
+    begun = [(index * size, size) for index in range(4)]
+    assert sent_pixels(acts, key) == begun
+    received = PixelsReceived(1, key, size)
+    assert sent_pixels(stream.on_pixels_received(received), key) == [(4 * size, 768)]
+    assert sent_pixels(stream.on_pixels_received(received), key) == []
+    received = PixelsReceived(1, key, 4 * size)
+    assert sent_pixels(stream.on_pixels_received(received), key) == [(4 * size + 768, 768)]
+    assert stream.on_pixels_received(PixelsReceived(1, key, 99 * size)) == []
+    stream.set_target(None, 1.0)
+    assert stream.on_pixels_received(received) == []
+    again = stream.set_target(TWO, 2.0)
+    assert sent_pixels(again, stream.attempt_key) == begun
 
 
 def test_queue_time_bounds_the_wait_for_a_pipeline() -> None:

@@ -163,7 +163,8 @@ class GenerationBody(UnsupportedFields, kw_only=True):
 class ImageUrl(msgspec.Struct):
     """An image of a message; ``detail`` low makes it smaller.
 
-    Errors name ``field``, or ``type_field`` where images are not supported; empty for this route's.
+    Errors name ``field``, or ``type_field`` where the model takes no images: names of the protocol
+    that an image was converted from, else empty.
     """
 
     url: str = ""
