@@ -8,7 +8,13 @@ from typing import Any, cast
 
 from molink.checkpoint.adapters import Adapter, read_adapters
 from molink.checkpoint.config_fields import ConfigFields, read_json
-from molink.checkpoint.families import ARCHITECTURES, CONFIG_DEFAULTS, Family, parse_traits
+from molink.checkpoint.families import (
+    ARCHITECTURES,
+    CONFIG_DEFAULTS,
+    CONFIG_NAMES,
+    Family,
+    parse_traits,
+)
 from molink.checkpoint.image_rules import read_image_rules
 from molink.checkpoint.low_bit import LowBitScheme, parse_low_bit
 from molink.checkpoint.model_task import GENERATE, ModelTask, read_task
@@ -122,7 +128,9 @@ def _build_config(
     raw = raw if inner is None else inner
     family = _find_family(raw, where, task)
     _refuse_other_attention(raw, where, task)
-    fields = ConfigFields({**CONFIG_DEFAULTS.get(family, {}), **raw}, where)
+    names = CONFIG_NAMES.get(family, {})
+    named = {names.get(name, name): value for name, value in raw.items()}
+    fields = ConfigFields({**CONFIG_DEFAULTS.get(family, {}), **named}, where)
     hidden = fields.get_integer("hidden_size", maximum=_MAX_HIDDEN)
     listed = fields.get_strings("layers_block_type")
     layers = fields.get_integer("num_hidden_layers", len(listed) if listed else None, _MAX_LAYERS)

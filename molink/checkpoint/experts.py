@@ -302,6 +302,19 @@ def deepseek_experts(fields: ConfigFields, layers: int) -> ExpertsConfig:
     return _check_experts(experts, layers, fields.where)
 
 
+def kimi_experts(fields: ConfigFields, layers: int) -> ExpertsConfig:
+    """Kimi Linear: as DeepSeek-V3, with Mixtral's names."""
+    module = "block_sparse_moe"
+    shared = f"{module}.shared_experts"
+    return replace(
+        deepseek_experts(fields, layers),
+        module=module,
+        gate_up=("w1", "w3"),
+        down="w2",
+        shared_names=((f"{shared}.gate_proj", f"{shared}.up_proj"), f"{shared}.down_proj"),
+    )
+
+
 def deepseek_v2_experts(fields: ConfigFields, layers: int) -> ExpertsConfig:
     """Experts as in DeepSeek-V2: plain probabilities, the best groups by their best expert."""
     method = fields.get_string("topk_method", "greedy")

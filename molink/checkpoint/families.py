@@ -34,6 +34,8 @@ Supported ``architectures``:
 - ``Glm4MoeForCausalLM``: GLM-4.5 to 4.7; experts with sigmoid scores, some shared
 - ``DeepseekV2ForCausalLM``, ``DeepseekV3ForCausalLM``, ``Glm4MoeLiteForCausalLM``: latent attention
 - ``DeepseekV32ForCausalLM``, ``GlmMoeDsaForCausalLM`` (GLM-5): the same over chosen positions
+- ``KimiLinearForCausalLM``: latent attention without RoPE, in most layers a delta rule whose
+  channels fade by themselves
 - ``Dots1ForCausalLM``: Qwen3 with such experts
 - ``MiniMaxM2ForCausalLM``: the same scores without groups and shared experts
 - ``Ernie4_5ForCausalLM``, ``Ernie4_5_MoeForCausalLM``: interleaved RoPE
@@ -109,6 +111,7 @@ Family = Literal[
     "deepseek_v32",
     "glm_moe_dsa",
     "gemma4_text",
+    "kimi_linear",
 ]
 
 #: ``architectures`` entry → family, which is also its ``model_type``.
@@ -148,6 +151,7 @@ ARCHITECTURES: dict[str, Family] = {
     "DeepseekV32ForCausalLM": "deepseek_v32",
     "GlmMoeDsaForCausalLM": "glm_moe_dsa",
     "Glm4MoeLiteForCausalLM": "glm4_moe_lite",
+    "KimiLinearForCausalLM": "kimi_linear",
     "Dots1ForCausalLM": "dots1",
     "MiniMaxM2ForCausalLM": "minimax_m2",
     "Ernie4_5ForCausalLM": "ernie4_5",
@@ -264,6 +268,15 @@ CONFIG_DEFAULTS: dict[Family, dict[str, Any]] = {
         "v_head_dim": 256,
         "num_nextn_predict_layers": 1,
     },
+    "kimi_linear": {
+        "rms_norm_eps": 1e-5,
+        "n_routed_experts": 256,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 1024,
+        "routed_scaling_factor": 2.446,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": None,
+    },
     "dots1": {"moe_intermediate_size": 1408, "norm_topk_prob": False},
     "ernie4_5": {"rms_norm_eps": 1e-5},
     "ernie4_5_moe": {"rms_norm_eps": 1e-5, "moe_intermediate_size": 1536},
@@ -337,6 +350,17 @@ CONFIG_DEFAULTS: dict[Family, dict[str, Any]] = {
         "max_position_embeddings": 131_072,
     },
 }
+#: Families' own names of config fields, and the usual ones.
+CONFIG_NAMES: dict[Family, dict[str, str]] = {
+    "kimi_linear": {
+        "model_max_length": "max_position_embeddings",
+        "num_experts": "n_routed_experts",
+        "num_experts_per_token": "num_experts_per_tok",
+        "num_shared_experts": "n_shared_experts",
+        "num_expert_group": "n_group",
+        "moe_renormalize": "norm_topk_prob",
+    },
+}
 _FAMILIES: dict[Family, Callable[[ConfigFields, int], FamilyTraits]] = {
     "llama": family_traits.llama,
     "granite": family_traits.granite,
@@ -369,6 +393,7 @@ _FAMILIES: dict[Family, Callable[[ConfigFields, int], FamilyTraits]] = {
     "glm4_moe_lite": mixture_traits.glm4_moe_lite,
     "deepseek_v32": mixture_traits.deepseek_v32,
     "glm_moe_dsa": mixture_traits.glm_moe_dsa,
+    "kimi_linear": mixture_traits.kimi_linear,
     "dots1": mixture_traits.dots1,
     "minimax_m2": mixture_traits.minimax_m2,
     "ernie4_5": family_traits.ernie4_5,

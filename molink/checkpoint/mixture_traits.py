@@ -15,6 +15,7 @@ from molink.checkpoint.experts import (
     granite_experts,
     granite_hybrid_experts,
     hunyuan_experts,
+    kimi_experts,
     lfm2_experts,
     llama4_experts,
     minimax_experts,
@@ -35,6 +36,8 @@ from molink.checkpoint.family_traits import (
     scale_granite,
 )
 from molink.checkpoint.recurrent import (
+    parse_channel_delta,
+    parse_kimi_layers,
     parse_mamba2,
     parse_mamba_layers,
     parse_nemotron_layers,
@@ -71,6 +74,14 @@ from molink.checkpoint.traits import (
 )
 from molink.errors import BrokenModel, UnsupportedModel
 
+#: Fields of Kimi Linear's successors.
+_KIMI_K3 = (
+    "mla_use_output_gate",
+    "attn_res_block_size",
+    "routed_expert_hidden_size",
+    "use_full_rank_gate",
+    "gate_lower_bound",
+)
 #: Of dimensions of latent attention.
 _MAX_LATENT = 1024
 
@@ -308,6 +319,7 @@ def hunyuan_moe(fields: ConfigFields, layers: int) -> FamilyTraits:
 def deepseek_v2(fields: ConfigFields, layers: int) -> FamilyTraits:
     """DeepSeek V2: latent attention."""
     refuse_other(fields, "scoring_func", "softmax")
+    refuse_windows(fields)
     return replace(_latent_traits(fields, layers), experts=deepseek_v2_experts(fields, layers))
 
 
@@ -315,6 +327,7 @@ def deepseek_v3(fields: ConfigFields, layers: int, index: IndexShape | None = No
     """DeepSeek V3, R1, V3.1 and Kimi K2: latent attention."""
     refuse_other(fields, "scoring_func", "sigmoid")
     refuse_other(fields, "topk_method", "noaux_tc")
+    refuse_windows(fields, "full_attention" if index is None else "indexed_attention")
     made = replace(
         _latent_traits(fields, layers, index=index),
         interleaved_rope=fields.get_boolean("rope_interleave", True),
@@ -342,6 +355,32 @@ def glm_moe_dsa(fields: ConfigFields, layers: int) -> FamilyTraits:
     return _list_dense_layers(fields, deepseek_v3(fields, layers, _parse_index(fields, 32, True)))
 
 
+def kimi_linear(fields: ConfigFields, layers: int) -> FamilyTraits:
+    """Kimi Linear: the delta rule in most layers, latent attention without RoPE in the others."""
+    refuse_other(fields, "moe_router_activation_func", "sigmoid")
+    # The convolution has the same activation.
+    refuse_other(fields, "hidden_act", "silu")
+    inner = fields.get_object("linear_attn_config")
+    set_fields = [name for name in _KIMI_K3 if fields.get_value(name) or inner.get(name)]
+    unset = [
+        name for name in ("mla_use_nope", "use_grouped_topk") if not fields.get_boolean(name, True)
+    ]
+    if fields.get_integer("moe_layer_freq", 1) != 1:
+        set_fields.append("moe_layer_freq")
+    if set_fields or unset:
+        raise UnsupportedModel(
+            f"{fields.where}: {', '.join(set_fields + unset)} is not supported as it is"
+        )
+    made = replace(
+        _latent_traits(fields, layers),
+        unrotated_layers=frozenset(range(layers)),
+        experts=kimi_experts(fields, layers),
+        recurrent=parse_channel_delta(fields),
+        recurrent_layers=parse_kimi_layers(fields, layers),
+    )
+    return _list_dense_layers(fields, made)
+
+
 def _parse_index(fields: ConfigFields, heads: int, interleaved: bool) -> IndexShape:
     shape = IndexShape(
         heads=fields.get_integer("index_n_heads", heads, MAX_HEADS),
@@ -361,6 +400,7 @@ def _parse_index(fields: ConfigFields, heads: int, interleaved: bool) -> IndexSh
 
 def mistral4(fields: ConfigFields, layers: int) -> FamilyTraits:
     """Mistral 4: latent attention, queries that grow with their position."""
+    refuse_windows(fields)
     made = _latent_traits(fields, layers, states_rotated=True)
     return replace(
         made,
@@ -378,7 +418,6 @@ def _latent_traits(
     index: IndexShape | None = None,
 ) -> FamilyTraits:
     """Traits of latent attention; with ``states_rotated`` the config states the rotated part."""
-    refuse_windows(fields, "full_attention" if index is None else "indexed_attention")
     latent = LatentShape(
         rank=fields.get_integer("kv_lora_rank", 512, _MAX_LATENT),
         query_rank=fields.get_optional_integer("q_lora_rank", 1536) or 0,

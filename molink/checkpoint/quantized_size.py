@@ -28,6 +28,7 @@ ROUTER_SUFFIXES = (
 RATE_SUFFIXES = (
     *(f".in_proj_{part}.weight" for part in ("ba", "b", "a")),
     *(f".linear_attn.{part}_proj.weight" for part in ("b", "a")),
+    *(f".self_attn.{part}_proj.weight" for part in ("b", "f_a", "f_b")),
 )
 #: Norms of which each head has a row.
 HEAD_NORM_SUFFIXES = (".q_norm.weight", ".k_norm.weight")

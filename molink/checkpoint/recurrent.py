@@ -15,6 +15,8 @@ _NEMOTRON_LETTERS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
 _NEMOTRON_KINDS = {"linear_attention": "mamba", _FULL: "attention"}
 #: Name of the list of layers' kinds.
 _LAYER_TYPES = "layer_types"
+#: Kimi Linear's fields of layers with the delta rule.
+_LINEAR_CONFIG = "linear_attn_config"
 #: Limits for damaged configs.
 _MAX_HEADS = 1024
 _MAX_DIM = 1024
@@ -60,6 +62,11 @@ class RecurrentShape(ABC):
     @property
     def rate_projections(self) -> dict[str, int]:
         """Likewise to numbers in which errors add up over rows; never quantized."""
+        return {}
+
+    @property
+    def inner_projections(self) -> dict[str, tuple[int, int]]:
+        """Projections of what others return: outputs and inputs."""
         return {}
 
     @property
@@ -208,6 +215,93 @@ class DeltaRuleShape(RecurrentShape):
         spread = 2 * self.value_heads * self.key_dim
         wide = 3 * self.channels + 2 * spread + 4 * self.values_size
         return 2 * (self.channels + self.values_size), wide
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChannelDeltaShape(RecurrentShape):
+    """The delta rule whose decays differ by channel of the keys (Kimi Delta Attention, arXiv
+    2510.26692, §3), behind convolutions of ``conv_width`` rows.
+
+    There are ``heads`` queries, keys and values of ``dim``. Decays and gates are projected through
+    ``dim`` dimensions.
+    """
+
+    heads: int
+    dim: int
+    conv_width: int
+    is_biased: bool = False
+
+    @property
+    def size(self) -> int:
+        """Elements of a row's keys."""
+        return self.heads * self.dim
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution: queries, keys and values."""
+        return 3 * self.size
+
+    @property
+    def memory_shape(self) -> tuple[int, ...]:
+        """Sums of keys times values."""
+        return self.heads, self.dim, self.dim
+
+    @property
+    def projections(self) -> dict[str, int]:
+        """Queries, keys, values, and what gates are projected from."""
+        heads = dict.fromkeys((f"self_attn.{part}_proj" for part in "qkv"), self.size)
+        return heads | {"self_attn.g_a_proj": self.dim}
+
+    @property
+    def rate_projections(self) -> dict[str, int]:
+        """Rates, and what decays are projected from."""
+        return {"self_attn.b_proj": self.heads, "self_attn.f_a_proj": self.dim}
+
+    @property
+    def inner_projections(self) -> dict[str, tuple[int, int]]:
+        """Gates and decays."""
+        return dict.fromkeys((self.gate_name, self.decay_name), (self.size, self.dim))
+
+    @property
+    def gate_name(self) -> str:
+        """Name of the projection to gates."""
+        return "self_attn.g_b_proj"
+
+    @property
+    def decay_name(self) -> str:
+        """Name of the projection to decays."""
+        return "self_attn.f_b_proj"
+
+    @property
+    def output_projection(self) -> tuple[str, int]:
+        """See :class:`RecurrentShape`."""
+        return "self_attn.o_proj", self.size
+
+    @property
+    def convolutions(self) -> tuple[str, ...]:
+        """Convolutions of a row that are merged into one."""
+        return tuple(f"self_attn.{part}_conv1d" for part in "qkv")
+
+    @property
+    def small_tensors(self) -> dict[str, tuple[int, ...]]:
+        """Convolutions, logarithms of decays, biases of their exponents, and a norm."""
+        convolved = {
+            f"{name}.weight": (self.size, 1, self.conv_width) for name in self.convolutions
+        }
+        return convolved | {
+            "self_attn.A_log": (1, 1, self.heads, 1),
+            "self_attn.dt_bias": (self.size,),
+            "self_attn.o_norm.weight": (self.dim,),
+        }
+
+    @property
+    def row_elements(self) -> tuple[int, int]:
+        """Projected rows twice, with gates and decays.
+
+        Convolved channels three times (with the rows before, cast, and their result), queries and
+        keys twice, decays three times, and what heads read three times, with their gates.
+        """
+        return 2 * (self.channels + 2 * self.size), 3 * self.channels + 11 * self.size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -377,6 +471,26 @@ def _check_value_heads(shape: DeltaRuleShape, fields: ConfigFields) -> DeltaRule
     return shape
 
 
+def parse_channel_delta(fields: ConfigFields) -> ChannelDeltaShape:
+    """Parse the dimensions of Kimi Linear's layers with ``linear_attention``.
+
+    Raises:
+        BrokenModel: a field is invalid.
+    """
+    listed = fields.get_object(_LINEAR_CONFIG)
+    inner = ConfigFields(listed, f"{fields.where}: {_LINEAR_CONFIG}")
+    width = fields.get_integer("linear_conv_kernel_dim", 4, _MAX_WIDTH)
+    return ChannelDeltaShape(
+        heads=inner.get_integer(
+            "num_heads", fields.get_integer("linear_num_heads", 32, _MAX_HEADS), _MAX_HEADS
+        ),
+        dim=inner.get_integer(
+            "head_dim", fields.get_integer("linear_head_dim", 128, _MAX_DIM), _MAX_DIM
+        ),
+        conv_width=inner.get_integer("short_conv_kernel_size", width, _MAX_WIDTH),
+    )
+
+
 def parse_short_conv(fields: ConfigFields) -> ShortConvShape:
     """Parse the dimensions of layers with a short convolution.
 
@@ -482,6 +596,19 @@ def parse_linear_layers(fields: ConfigFields, layers: int) -> frozenset[int]:
     interval = fields.get_integer("full_attention_interval", 4)
     attended = range(interval - 1, layers, interval)
     return _parse_listed_layers(fields, layers, "linear_attention", frozenset(attended))
+
+
+def parse_kimi_layers(fields: ConfigFields, layers: int) -> frozenset[int]:
+    """Layers with ``linear_attention``, by ``layer_types``, or all but ``full_attn_layers``, which
+    are counted from 1.
+
+    Raises as :func:`parse_linear_layers`.
+    """
+    listed = fields.get_object(_LINEAR_CONFIG)
+    inner = ConfigFields(listed, f"{fields.where}: {_LINEAR_CONFIG}")
+    attended = [number - 1 for number in inner.get_integers("full_attn_layers")]
+    usual = range(4, layers, 4)
+    return _parse_listed_layers(fields, layers, "linear_attention", frozenset(attended or usual))
 
 
 def parse_conv_layers(fields: ConfigFields, layers: int) -> frozenset[int]:

@@ -189,6 +189,7 @@ def _recurrent_tensors(shape: RecurrentShape, hidden: int) -> _Projections:
         name: ((size, hidden), shape.is_biased)
         for name, size in (shape.projections | shape.rate_projections).items()
     }
+    made |= {name: (sizes, shape.is_biased) for name, sizes in shape.inner_projections.items()}
     return made | {output: ((hidden, inputs), shape.is_biased)}
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from molink.checkpoint.config import ModelConfig
 from molink.checkpoint.families import ARCHITECTURES
+from molink.checkpoint.quantized_size import is_quantizable
 from molink.checkpoint.rope import QueryScaling
 from molink.checkpoint.tensor_layout import (
     adaptable_projections,
@@ -174,7 +175,7 @@ def test_deepseek_v32_keeps_index_keys_between_rotated_numbers_and_latents(
         "k_norm.bias": (128,),
         "weights_proj.weight": (64, 96),
     }
-    assert (config.experts.dense_layers, config.unread_layers) == ({0, 1, 2}, 1)
+    assert (config.experts.dense_layers, config.draft_layers) == ({0, 1, 2}, 1)
 
 
 def test_glm5_rotates_index_queries_as_others(load: Callable[..., Any]) -> None:
@@ -731,6 +732,50 @@ def test_olmo_hybrid_has_norms_by_kind(load: Callable[..., Any]) -> None:
     assert load("olmo_hybrid", linear_allow_neg_eigval=False).recurrent.rate_scale == 1.0
 
 
+def test_kimi_linear_as_on_the_hub(load: Callable[..., Any]) -> None:
+    config = load(
+        "kimi_linear",
+        model_max_length=1048576,
+        num_experts=8,
+        num_experts_per_token=4,
+        num_shared_experts=2,
+        num_expert_group=2,
+        topk_group=1,
+        moe_renormalize=False,
+        moe_intermediate_size=32,
+        mla_use_nope=True,
+        q_lora_rank=None,
+        linear_attn_config={
+            "full_attn_layers": [3],
+            "kda_layers": [1, 2, 4],
+            "head_dim": 16,
+            "num_heads": 6,
+            "short_conv_kernel_size": 3,
+        },
+    )
+    assert (config.recurrent_layers, config.rope_index(2)) == ({0, 1, 3}, None)
+    assert config.max_model_len == 1048576
+    experts = config.experts
+    assert (experts.num_experts, experts.top_k, experts.groups) == (8, 4, 2)
+    assert (experts.renormalize, experts.scale, experts.dense_layers) == (False, 2.446, {0})
+    assert experts.shared_intermediate_size == 64
+    shapes = layer_tensors(config, 1)
+    found = {name.removeprefix("model.layers.1."): shape for name, shape in shapes.items()}
+    assert found["self_attn.k_conv1d.weight"] == (96, 1, 3)
+    assert found["self_attn.A_log"] == (1, 1, 6, 1)
+    assert found["self_attn.f_b_proj.weight"] == found["self_attn.g_b_proj.weight"] == (96, 16)
+    assert found["self_attn.b_proj.weight"] == (6, 96)
+    assert found["block_sparse_moe.experts.7.w2.weight"] == (96, 32)
+    assert found["block_sparse_moe.shared_experts.up_proj.weight"] == (64, 96)
+    assert "model.layers.0.mlp.up_proj.weight" in layer_tensors(config, 0)
+    kept = [name for name, shape in shapes.items() if not is_quantizable(name, shape)]
+    assert {f"model.layers.1.self_attn.{one}_proj.weight" for one in ("b", "f_a", "f_b")} < {*kept}
+    assert "model.layers.1.self_attn.g_b_proj.weight" not in kept
+    listed = {"layer_types": [LINEAR, FULL] * 2, "linear_num_heads": 2}
+    assert load("kimi_linear", **listed).recurrent_layers == {0, 2}
+    assert load("kimi_linear", **listed).recurrent.memory_shape == (2, 128, 128)
+
+
 def test_falcon_h1_has_attention_beside_mamba(load: Callable[..., Any]) -> None:
     fields = {"mamba_d_ssm": 192, "mamba_n_heads": 6, "mamba_d_state": 16}
     config = load(
@@ -972,6 +1017,7 @@ def test_gemma3_in_both_spellings(load: Callable[..., Any]) -> None:
             "mamba_n_heads 6 of mamba_d_head 16 are not mamba_d_ssm, 100",
         ),
         ("olmo_hybrid", {"linear_num_value_heads": 6}, "linear_num_value_heads 6 is not a mult"),
+        ("kimi_linear", {"linear_attn_config": {"num_heads": 0}}, "linear_attn_config: num_heads"),
         (
             "nemotron_h",
             {"hybrid_override_pattern": "M*-"},
@@ -1122,6 +1168,14 @@ def test_impossible_fields_are_named(
             "per_layer_config of other layers",
         ),
         ("glm_moe_dsa", {"index_topk_freq": 4}, "share the choice of another"),
+        ("kimi_linear", {"mla_use_nope": False}, "mla_use_nope is not supported as it is"),
+        ("kimi_linear", {"mla_use_output_gate": True}, "mla_use_output_gate is not supported"),
+        (
+            "kimi_linear",
+            {"linear_attn_config": {"gate_lower_bound": -5.0}},
+            "gate_lower_bound is not supported",
+        ),
+        ("kimi_linear", {"moe_router_activation_func": "softmax"}, "moe_router_activation_func"),
         ("glm_moe_dsa", {"indexer_types": ["full", "shared"] * 2}, "share the choice of another"),
         ("deepseek_v32", {"q_lora_rank": None}, "index_topk without q_lora_rank"),
         ("deepseek_v32", {"layer_types": [FULL] * 4}, "layers with 'full_attention'"),

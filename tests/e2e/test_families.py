@@ -17,7 +17,7 @@ STREAMS, ANSWER = 5, 240
 #: Chunks, chosen positions, and two kinds of heads.
 NEWER = ("llama4_text", "glm_moe_dsa", "gemma4_text")
 #: Families with recurrent layers.
-STATES = ("qwen3_next", "qwen3_5", "lfm2_moe", "granitemoehybrid")
+STATES = ("qwen3_next", "qwen3_5", "lfm2_moe", "granitemoehybrid", "kimi_linear")
 
 
 @pytest.mark.slow

@@ -254,6 +254,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "smolvlm": ("smolvlm", {}),
+    "kimi_linear": ("kimi_linear", {}),
     "olmo_hybrid": ("olmo_hybrid", {}),
     "olmo_hybrid rotated": (
         "olmo_hybrid",
@@ -413,6 +414,7 @@ KINDS = (
     "nemotron_h dense",
     "nemotron_h latent",
     "olmo_hybrid",
+    "kimi_linear",
     "falcon_h1",
     "llama4",
     "gemma4",
@@ -568,7 +570,7 @@ def test_experts_in_stacks_are_those_of_separate_tensors(
 
 
 @pytest.mark.parametrize(
-    "name", ["qwen3_next", "qwen3_5", "lfm2", "granitemoehybrid", "olmo_hybrid"]
+    "name", ["qwen3_next", "qwen3_5", "lfm2", "granitemoehybrid", "olmo_hybrid", "kimi_linear"]
 )
 def test_recurrent_layers_in_stages_of_one_layer(
     folder_of: Callable[..., Path],

@@ -40,11 +40,18 @@ def dequantize_model(folder: Path, mode: Quantize) -> None:
 
 
 #: Projections of recurrent layers that a kernel takes, too.
-WIDE_STATES = {"linear_key_head_dim": 32, "linear_value_head_dim": 32, "linear_num_value_heads": 4}
+WIDE_STATES = {
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "linear_num_value_heads": 4,
+    "linear_head_dim": 32,
+}
 
 
 @pytest.mark.parametrize("mode", ["int8", "nf4"])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "mixtral", "qwen3_next", "qwen3_5_text"])
+@pytest.mark.parametrize(
+    "family", ["llama", "qwen2", "mixtral", "qwen3_next", "qwen3_5_text", "kimi_linear"]
+)
 def test_logits_and_greedy_text_are_those_of_the_dequantized_model(
     make_model: MakeModel,
     make_ring: type[Ring],
@@ -55,7 +62,8 @@ def test_logits_and_greedy_text_are_those_of_the_dequantized_model(
 ) -> None:
     if not supports_block_weights():
         pytest.skip("this CPU has no products in place")
-    fields = WIDE | (WIDE_STATES if family.startswith("qwen3") else {})
+    is_recurrent = family.startswith(("qwen3", "kimi"))
+    fields = WIDE | (WIDE_STATES if is_recurrent else {})
     stored, exact = (
         make_model(tmp_path / name, family, 3, **fields) for name in ("model", "exact")
     )
@@ -65,7 +73,7 @@ def test_logits_and_greedy_text_are_those_of_the_dequantized_model(
     expected = reference.run(tokens, rows)
     ring = make_ring(stored, (1,), quantize=mode)
     mixer = ring.stages[0]._decoder.blocks[0].mixer
-    if family.startswith("qwen3"):
+    if is_recurrent:
         assert isinstance(mixer.rows, BlockLinear)
         assert not isinstance(mixer.rates, BlockLinear)
     else:

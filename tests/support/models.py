@@ -3,6 +3,7 @@
 import copy
 import hashlib
 import json
+import re
 import shutil
 import struct
 import tempfile
@@ -274,6 +275,17 @@ FAMILY_FIELDS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 32,
         "shared_expert_intermediate_size": 64,
     },
+    "kimi_linear": {
+        **{name: value for name, value in LATENT.items() if not name.startswith("rope")},
+        "q_lora_rank": None,
+        "layer_types": DELTA_RULE["layer_types"],
+        "num_hidden_layers": 4,
+        "linear_head_dim": 16,
+        "linear_num_heads": 3,
+        "num_experts": 8,
+        "num_experts_per_token": 3,
+        "moe_intermediate_size": 32,
+    },
     # As many elements of queries, keys and values: transformers writes their convolutions so.
     "olmo_hybrid": {
         **DELTA_RULE,
@@ -423,8 +435,22 @@ def write_model(
         _randomize_weights(model, family)
     folder.mkdir(parents=True, exist_ok=True)
     model.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size=max_shard_size)
+    if family == "kimi_linear":
+        _name_dense_mlps(folder)
     _write_tokenizer(folder)
     return folder
+
+
+def _name_dense_mlps(folder: Path) -> None:
+    """Give MLPs that aren't experts their released names; transformers writes those of experts."""
+    from safetensors.torch import load, save_file
+
+    for path in folder.glob("*.safetensors"):
+        tensors = {
+            re.sub(r"\.block_sparse_moe\.(gate|up|down)_proj\.", r".mlp.\1_proj.", name): tensor
+            for name, tensor in load(path.read_bytes()).items()
+        }
+        save_file(tensors, path, {"format": "pt"})
 
 
 def _randomize_weights(model: Any, family: str) -> None:

@@ -8,7 +8,12 @@ from torch import Tensor
 
 from molink.checkpoint.config import ModelConfig
 from molink.checkpoint.experts import ExpertsConfig
-from molink.checkpoint.recurrent import DeltaRuleShape, Mamba2Shape, ShortConvShape
+from molink.checkpoint.recurrent import (
+    ChannelDeltaShape,
+    DeltaRuleShape,
+    Mamba2Shape,
+    ShortConvShape,
+)
 from molink.checkpoint.tensor_layout import (
     EXPERT_SCALES_NAME,
     LAYER_SCALE_NAME,
@@ -16,6 +21,7 @@ from molink.checkpoint.tensor_layout import (
     ROUTER_SCALE_NAME,
     mlp_projections,
 )
+from molink.stage.decoder.channel_delta import load_channel_delta
 from molink.stage.decoder.delta_net import load_delta_net
 from molink.stage.decoder.expert_use import ExpertUse
 from molink.stage.decoder.grouped_experts import GroupedExpertMlp, GroupedExperts
@@ -232,6 +238,8 @@ def _load_recurrent(
         match config.recurrent:
             case DeltaRuleShape() as shape:
                 return load_delta_net(reader, config, shape, layer, index)
+            case ChannelDeltaShape() as shape:
+                return load_channel_delta(reader, config, shape, layer, index)
             case Mamba2Shape() as shape:
                 return load_mamba2(reader, config, shape, layer, index)
             case ShortConvShape() as shape:

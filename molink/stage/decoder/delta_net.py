@@ -9,14 +9,11 @@ from torch.nn.functional import rms_norm, silu, softplus
 from molink.checkpoint.config import ModelConfig
 from molink.checkpoint.recurrent import DeltaRuleShape
 from molink.stage.decoder.causal_conv import CausalConv, load_conv
-from molink.stage.decoder.delta_rule import run_chunks, update_memories
+from molink.stage.decoder.delta_rule import divide_lengths, run_chunks, update_memories
 from molink.stage.decoder.mixer import ForwardContext, RecurrentMixer, StateContext
 from molink.stage.linear import Projection
 from molink.stage.linear.base import total_bytes
 from molink.stage.weights.weight_reader import WeightReader
-
-#: Added to squares of queries and keys before they are divided by their length.
-_LENGTH_EPS = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +92,7 @@ class DeltaNet(RecurrentMixer):
     def _spread_heads(self, rows: Tensor) -> Tensor:
         """Normed queries or keys of all value heads, ``[T, value_heads, key_dim]``."""
         heads = rows.view(len(rows), self.shape.key_heads, self.shape.key_dim)
-        squares = heads.square().sum(-1, keepdim=True)
-        unit = heads * squares.add_(_LENGTH_EPS).rsqrt_()
+        unit = divide_lengths(heads)
         if self.shape.is_tiled:
             return unit.repeat(1, self.shape.groups, 1)
         return unit.repeat_interleave(self.shape.groups, dim=1)

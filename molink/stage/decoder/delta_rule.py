@@ -5,7 +5,8 @@ A head's memory ``S`` maps keys to values. A row with key ``k``, value ``v``, de
 
     S ← a S;  S ← S + b k (v - k S);  the row reads q S
 
-Decays are given by their logarithms. Several rows are computed together in chunks (§3.3): rows of a
+Decays are given by their logarithms, one of a head, or one of each channel of its keys (Kimi Delta
+Attention, arXiv 2510.26692, §3). Several rows are computed together in chunks (§3.3): rows of a
 chunk depend on one another through a triangular system, and on rows before it through ``S`` only.
 """
 
@@ -16,6 +17,16 @@ from molink.stage.decoder.state_scan import fade_between
 
 #: Rows of a chunk: a product of that size is efficient, and its triangular system still small.
 _CHUNK_ROWS = 64
+#: Likewise where channels fade by themselves, which takes memory for all channels of all pairs.
+_CHANNEL_CHUNK_ROWS = 16
+#: Added to squares of queries and keys before they are divided by their length.
+_LENGTH_EPS = 1e-6
+
+
+def divide_lengths(heads: Tensor) -> Tensor:
+    """Queries or keys ``[…, K]`` divided by their lengths."""
+    squares = heads.square().sum(-1, keepdim=True)
+    return heads * squares.add_(_LENGTH_EPS).rsqrt_()
 
 
 def update_memories(
@@ -23,10 +34,10 @@ def update_memories(
 ) -> Tensor:
     """Apply one row to each of ``memories`` (``[B, H, K, V]``), in place.
 
-    ``queries`` and ``keys`` are ``[B, H, K]``, ``values`` ``[B, H, V]``, ``decays`` and ``rates``
-    ``[B, H]``. Returns what the rows read, ``[B, H, V]``.
+    ``queries`` and ``keys`` are ``[B, H, K]``, ``values`` ``[B, H, V]``, ``rates`` ``[B, H]``,
+    ``decays`` the same or ``[B, H, K]``. Returns what the rows read, ``[B, H, V]``.
     """
-    memories.mul_(decays.exp()[..., None, None])
+    memories.mul_(decays.exp().view(*rates.shape, -1, 1))
     known = torch.matmul(keys.unsqueeze(-2), memories)
     corrections = (values.unsqueeze(-2) - known).mul_(rates[..., None, None])
     memories.addcmul_(keys.unsqueeze(-1), corrections)
@@ -38,13 +49,14 @@ def run_chunks(
 ) -> Tensor:
     """Apply consecutive rows to one ``memory`` (``[H, K, V]``), in place.
 
-    ``queries`` and ``keys`` are ``[T, H, K]``, ``values`` ``[T, H, V]``, ``decays`` and ``rates``
-    ``[T, H]``. Returns what the rows read, ``[T, H, V]``.
+    ``queries`` and ``keys`` are ``[T, H, K]``, ``values`` ``[T, H, V]``, ``rates`` ``[T, H]``,
+    ``decays`` the same or ``[T, H, K]``. Returns what the rows read, ``[T, H, V]``.
     """
-    parts = (torch.split(part, _CHUNK_ROWS) for part in (queries, keys, values, decays, rates))
+    is_head = decays.dim() == 2
+    run, size = (_run_chunk, _CHUNK_ROWS) if is_head else (_run_channels, _CHANNEL_CHUNK_ROWS)
+    parts = (torch.split(part, size) for part in (queries, keys, values, decays, rates))
     read = [
-        _run_chunk(memory, *(part.transpose(0, 1) for part in chunk))
-        for chunk in zip(*parts, strict=True)
+        run(memory, *(part.transpose(0, 1) for part in chunk)) for chunk in zip(*parts, strict=True)
     ]
     return torch.cat(read, dim=1).transpose(0, 1)
 
@@ -66,4 +78,28 @@ def _run_chunk(
     read += torch.matmul(torch.matmul(queries, transposed).mul_(between), corrections)
     remaining = (total[:, -1:] - total).exp_().unsqueeze(-1)
     memory.mul_(faded[:, -1:]).add_(torch.matmul((keys * remaining).transpose(-1, -2), corrections))
+    return read
+
+
+def _run_channels(
+    memory: Tensor, queries: Tensor, keys: Tensor, values: Tensor, decays: Tensor, rates: Tensor
+) -> Tensor:
+    """The same with decays of each channel, ``[H, T, K]``.
+
+    Factors between rows can't be split into one of each row, which might overflow.
+    """
+    total = decays.cumsum(1)
+    faded = total.exp()
+    rated = keys * rates.unsqueeze(-1)
+    # [H, T, T, K]: keys of earlier rows as later ones find them.
+    found = fade_between(total).mul_(keys.unsqueeze(1))
+    both = torch.matmul(found, torch.stack((rated, queries), dim=-1))
+    wanted = values * rates.unsqueeze(-1) - torch.matmul(rated * faded, memory)
+    corrections = torch.linalg.solve_triangular(
+        both[..., 0], wanted, upper=False, unitriangular=True
+    )
+    read = torch.matmul(queries * faded, memory) + torch.matmul(both[..., 1], corrections)
+    remaining = (total[:, -1:] - total).exp_()
+    memory.mul_(faded[:, -1].unsqueeze(-1))
+    memory.add_(torch.matmul((keys * remaining).transpose(-1, -2), corrections))
     return read

@@ -60,10 +60,11 @@ def _scan_chunk(
 
 
 def fade_between(total: Tensor) -> Tensor:
-    """Factors by which rows have faded at later ones, ``[H, T, T]``; 0 at earlier ones.
+    """Factors by which rows have faded at later ones, ``[H, T, T, …]``; 0 at earlier ones.
 
-    ``total`` (``[H, T]``) are sums of logarithms of decays up to each row.
+    ``total`` (``[H, T, …]``) are sums of logarithms of decays up to each row.
     """
-    later = torch.ones(total.shape[-1], total.shape[-1], dtype=torch.bool, device=total.device)
-    differences = total.unsqueeze(-1) - total.unsqueeze(-2)
-    return differences.masked_fill_(later.triu_(1), -torch.inf).exp_()
+    rows, others = total.shape[1], (None,) * (total.dim() - 2)
+    later = torch.ones(rows, rows, dtype=torch.bool, device=total.device).triu_(1)
+    differences = total.unsqueeze(2) - total.unsqueeze(1)
+    return differences.masked_fill_(later[(..., *others)], -torch.inf).exp_()

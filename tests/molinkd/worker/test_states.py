@@ -111,6 +111,7 @@ class States:
         "lfm2_moe",
         "granitemoehybrid",
         "nemotron_h",
+        "kimi_linear",
         "falcon_h1",
     ],
 )
