@@ -311,6 +311,8 @@ class Footprint:
         reads_pages = target.reads_pages and not facts.large_heads
         scores = max(facts.score_heads, facts.large_heads * cuda) * _SCORE_BYTES
         logit_rows = load.max_decode_rows + 1 + GRAPH_LOGIT_ROWS * cuda
+        # Those of foretold tokens come beside a step's own.
+        logit_rows += facts.mtp_layers * load.max_decode_rows
         copied = token = scaled(facts.kv_bytes)
         if target.kv_cache_dtype == "int8":
             row += facts.kv_bytes // facts.element_bytes * _KV_CODE_BYTES
