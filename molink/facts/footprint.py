@@ -185,9 +185,9 @@ _ALL_WIDE = NarrowWeights(dtype="bf16", layer=0, last=0)
 class MovableExperts:
     """Routed experts, of which some of each layer may lie in host memory.
 
-    A row chooses ``top_k`` of ``num_experts``; all but ``dense_layers`` have them. ``host_bytes``
-    are those of one expert of a layer. ``device_bytes`` are what its move frees per layer if every
-    layer counts as the largest one: no more than a layer without experts is smaller than that.
+    A row chooses ``top_k`` of ``num_experts``; all but ``dense_layers`` have them. ``device_bytes``
+    and ``host_bytes`` are those of one expert of a layer; a layer without experts takes
+    ``dense_saving`` bytes less than the largest one.
     """
 
     num_experts: int
@@ -195,6 +195,7 @@ class MovableExperts:
     dense_layers: tuple[int, ...]
     device_bytes: int
     host_bytes: int
+    dense_saving: int = 0
 
     @classmethod
     def of_stage(cls, facts: ModelFacts, target: StageSetup) -> "MovableExperts | None":
@@ -202,18 +203,19 @@ class MovableExperts:
         experts = facts.experts
         if experts is None:
             return None
-        beside = target.host or target
-        largest, dense = facts.layer_weights, experts.dense
-        freed = target.layer_weight_bytes(facts, experts.least)
+        beside, count, saving = target.host or target, experts.num_experts, 0
         if experts.dense_layers:
-            whole, rest = (target.layer_weight_bytes(facts, one) for one in (largest, dense))
-            freed = max(0, min(freed, whole - rest))
+            whole, dense = facts.layer_weights, experts.dense
+            saving = target.layer_weight_bytes(facts, whole) - target.layer_weight_bytes(
+                facts, dense
+            )
         return cls(
-            experts.num_experts,
+            count,
             experts.top_k,
             experts.dense_layers,
-            freed // experts.num_experts,
-            -(-beside.layer_weight_bytes(facts, experts.most) // experts.num_experts),
+            target.layer_weight_bytes(facts, experts.least) // count,
+            -(-beside.layer_weight_bytes(facts, experts.most) // count),
+            max(0, saving),
         )
 
     @property
@@ -227,19 +229,25 @@ class MovableExperts:
         return last - first - sum(first <= layer < last for layer in self.dense_layers)
 
     def count_moved(
-        self, lacking: int, layers: int, host_memory: int, holding: int | None = None
+        self, lacking: int, layers: int, host_memory: int, dense: int = 0
     ) -> int | None:
-        """Experts of each of ``layers`` layers whose move to host memory frees ``lacking`` bytes.
+        """Experts of each layer whose move to host memory frees ``lacking`` bytes of ``layers``.
 
-        ``None`` if all are too few, or need more than ``host_memory`` bytes there; ``holding``
-        layers have experts (by default all).
+        ``None`` if all are too few, or need more than ``host_memory`` bytes there. Up to ``dense``
+        of the layers may have no experts.
         """
         if lacking <= 0:
             return 0
-        freed = layers * self.device_bytes
-        count = -(-lacking // freed) if freed else self.num_experts + 1
-        needed = count * self.host_bytes * (layers if holding is None else holding)
-        return count if count <= self.num_experts and needed <= host_memory else None
+        if not layers or not self.device_bytes:
+            return None
+        count = -(-lacking // (layers * self.device_bytes))
+        if dense and count * self.device_bytes > self.dense_saving:
+            if dense >= layers:
+                return None
+            left = lacking - dense * self.dense_saving
+            count = -(-left // ((layers - dense) * self.device_bytes))
+        fits = layers * count * self.host_bytes <= host_memory
+        return count if fits and count <= self.num_experts else None
 
     def read_share(self, rows: int) -> float:
         """Share of the experts that ``rows`` rows choose, independently of each other."""

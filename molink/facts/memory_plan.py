@@ -109,9 +109,8 @@ def _count_host_experts(
         if lacking <= 0:
             return 0
         if need.experts is not None and expert_memory:
-            count, usable = layers[1] - layers[0], usable_bytes(expert_memory)
-            holding = need.experts.count_layers(layers)
-            moved = need.experts.count_moved(lacking, count, usable, holding)
+            holding, usable = need.experts.count_layers(layers), usable_bytes(expert_memory)
+            moved = need.experts.count_moved(lacking, holding, usable)
             if moved is not None:
                 return moved
     return None
@@ -133,8 +132,10 @@ def _plan(
     count, opens, closes = last - first, first == 0, last == facts.layers
     weights, beside = need.weight_bytes(count, opens=opens, closes=closes), 0
     if need.experts is not None:
-        weights -= moved * count * need.experts.device_bytes
-        beside = moved * need.experts.count_layers(layers) * need.experts.host_bytes
+        holding = need.experts.count_layers(layers)
+        weights -= (count - holding) * need.experts.dense_saving
+        weights -= moved * holding * need.experts.device_bytes
+        beside = moved * holding * need.experts.host_bytes
     return MemoryPlan(
         budget=budget,
         weights=weights,
@@ -180,7 +181,7 @@ def _explain_experts(need: Footprint, layers: LayerRange, lacking: int, expert_m
     if experts is None:
         return ""
     holding = experts.count_layers(layers)
-    moved = experts.count_moved(lacking, layers[1] - layers[0], 1 << 62)
+    moved = experts.count_moved(lacking, holding, 1 << 62)
     if moved is None:
         return "; not even all experts in host memory would free enough"
     asked = holding * moved * experts.host_bytes * MARGIN_DIVISOR // (MARGIN_DIVISOR - 1) + 1

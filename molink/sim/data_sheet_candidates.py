@@ -1,13 +1,21 @@
 """PCs for placement, from the data sheets of their devices."""
 
+from typing import get_args
+
+from molink.facts.device import ExpertHost
+from molink.facts.dtypes import NarrowDType
 from molink.facts.memory_plan import MARGIN_DIVISOR
 from molink.sim.profiles import load_device
 from molink.sim.roofline import memory_for_stages
 from molink.swarm.placement.placement import Candidate
 
+#: The CPU of a PC whose data sheet names only its card.
+USUAL_CPU = "cpu-8core"
 
-def make_candidate(peer: str, device: str) -> Candidate:
-    """A PC with that device, as its peer would report it."""
+
+def make_candidate(peer: str, device: str, expert_memory: int = 0) -> Candidate:
+    """A PC with that device, and ``expert_memory`` bytes of RAM for experts, as its peer would
+    report it."""
     profile = load_device(device)
     return Candidate(
         peer,
@@ -19,4 +27,16 @@ def make_candidate(peer: str, device: str) -> Candidate:
         cuda=profile.capability > 0,
         blocks=profile.keeps_blocks,
         reads_pages=profile.has_triton,
+        expert_host=_make_expert_host(expert_memory) if expert_memory else None,
+    )
+
+
+def _make_expert_host(memory: int) -> ExpertHost:
+    cpu = load_device(USUAL_CPU)
+    return ExpertHost(
+        memory=memory,
+        read_rate=cpu.memory_gbs * 1e9 * cpu.memory_efficiency,
+        bf16=False,
+        narrow_dtypes=get_args(NarrowDType),
+        has_block_kernels=cpu.blocks,
     )

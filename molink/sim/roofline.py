@@ -6,6 +6,7 @@ decode row reads the KV of all previous tokens, a prefill row computes with them
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import msgspec
 
@@ -33,14 +34,39 @@ class StepRows(msgspec.Struct, frozen=True):
     sampled: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class HostShare:
+    """The share of a stage's routed experts that lie in host memory, and the CPU beside it."""
+
+    share: float
+    cpu: DeviceProfile
+
+    @property
+    def read_rate(self) -> float:
+        """Bytes/s."""
+        return self.cpu.memory_gbs * 1e9 * self.cpu.memory_efficiency
+
+    @property
+    def compute_rate(self) -> float:
+        """Operations/s."""
+        return self.cpu.tflops * 1e12 * self.cpu.compute_efficiency
+
+
 class Roofline:
     """A stage: ``layers`` layers of ``model`` on ``device``, with logits if ``is_last``.
 
     A last stage that foretells tokens runs that layer in each step and reads the head twice.
+    Experts of ``host`` are read and computed there, after those of the device.
     """
 
     def __init__(
-        self, device: DeviceProfile, model: ModelProfile, layers: int, *, is_last: bool
+        self,
+        device: DeviceProfile,
+        model: ModelProfile,
+        layers: int,
+        *,
+        is_last: bool,
+        host: HostShare | None = None,
     ) -> None:
         self._tile = device.tile
         self.layers = layers
@@ -59,12 +85,23 @@ class Roofline:
         weight, end = (
             in_blocks if device.keeps_blocks and in_blocks else usual for in_blocks, usual in kinds
         )
+        # A layer that foretells tokens has its experts on the device.
+        self._away = away = 0.0 if host is None else host.share * layers / self._all_layers
+        #: Bytes of experts in host memory.
+        self.host_bytes = away * model.expert_share * weights * weight
         # The embedding is as large as the output head.
-        self.weight_bytes = weights * weight + (1 + behind) * logits * end
+        self.weight_bytes = weights * weight + (1 + behind) * logits * end - self.host_bytes
         logits *= 1 + behind
+        met = model.expert_share * model.chosen_share
+        # Operations of a row on the host, which takes seconds to read experts, and per row.
+        rows_away = away * met / (1 - model.expert_share + met)
+        self._host_read_s = self._host_row_s = 0.0
+        if host is not None:
+            self._host_read_s = self.host_bytes / host.read_rate
+            self._host_row_s = 2 * weights * rows_away / host.compute_rate
         self._step_s = device.step_ms / 1000
         self._read_s = weights * weight / memory
-        self._row_s = 2 * weights / compute
+        self._row_s = 2 * weights * (1 - rows_away) / compute
         self._read_logits_s = logits * end / memory
         self._row_logits_s = 2 * logits / compute
         #: Seconds per token before a decode row, and before a prefill row.
@@ -78,8 +115,11 @@ class Roofline:
         """Seconds of one fused step."""
         count = rows.decode + rows.prefill
         padded = count if count <= self._tile else -(-count // self._tile) * self._tile
-        read_s = self._read_s * self._model.read_share(count)
+        model = self._model
+        chosen = 1.0 - (1.0 - model.chosen_share) ** count
+        read_s = self._read_s * (model.read_share(count) - self._away * model.expert_share * chosen)
         seconds = self._step_s + max(read_s, self._row_s * padded)
+        seconds += max(self._host_read_s * chosen, self._host_row_s * count)
         if rows.sampled:
             seconds += max(self._read_logits_s, self._row_logits_s * rows.sampled)
         seconds += self._decode_token_s * rows.decode_context + self._state_s * rows.decode
@@ -128,11 +168,14 @@ def split_layers(layers: int, stages: int) -> list[int]:
 
 
 def stage_rooflines(
-    devices: Sequence[DeviceProfile], model: ModelProfile, layers: Sequence[int]
+    devices: Sequence[DeviceProfile],
+    model: ModelProfile,
+    layers: Sequence[int],
+    hosts: Sequence[HostShare | None] = (),
 ) -> Sequence[Roofline]:
-    """The stages of a ring by device and layers."""
-    last = len(devices) - 1
+    """The stages of a ring by device, layers, and experts in host memory, if any."""
+    last, beside = len(devices) - 1, hosts or [None] * len(devices)
     return [
-        Roofline(device, model, count, is_last=index == last)
-        for index, (device, count) in enumerate(zip(devices, layers, strict=True))
+        Roofline(device, model, count, is_last=index == last, host=host)
+        for index, (device, count, host) in enumerate(zip(devices, layers, beside, strict=True))
     ]

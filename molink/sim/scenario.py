@@ -10,7 +10,7 @@ from molink.facts.settings import PreemptionMode
 from molink.scheduler.policies.create import create_scheduling_policy
 from molink.sim.known_text import KnownText
 from molink.sim.profiles import DeviceProfile, LinkProfile, ModelProfile, load_device, load_model
-from molink.sim.roofline import Roofline, split_layers, stage_rooflines
+from molink.sim.roofline import HostShare, Roofline, split_layers, stage_rooflines
 from molink.sim.workload import Workload, check_ranges
 from molink.wire.messages.data_plane import MAX_MICRO_BATCHES
 
@@ -32,8 +32,9 @@ class Scenario:
     Scheduling settings are those of :class:`molink.scheduler.config.SchedulerConfig`. ``policy``
     applies to links, ``scheduling_policy`` to the scheduler. ``tensors_per_row`` is 2 if hidden
     state and residual travel separately (vLLM 0.7). Lossless compression shrinks rows to ``1 /
-    compression_ratio`` (bf16: 1.43 to 1.47 measured). ``devices``, ``layers`` and ``links`` are per
-    stage, if they differ; ``shape`` replaces the model's profile.
+    compression_ratio`` (bf16: 1.43 to 1.47 measured). ``devices``, ``layers``, ``links`` and
+    ``hosts`` (experts in host memory) are per stage, if they differ; ``shape`` replaces the model's
+    profile.
 
     With ``texts``, request ``i`` is the ``i``-th text, cyclically, and the workload must have their
     sizes. Without, prompts and answers have no content and there can't be drafts. ``oracle_drafts``
@@ -73,6 +74,7 @@ class Scenario:
     preemption_mode: PreemptionMode = "recompute"
     swap_gb: float = 32.0
     free_copies: bool = False
+    hosts: tuple[HostShare | None, ...] = ()
 
     def __post_init__(self) -> None:
         most_drafts = MAX_DRAFTS if self.texts else 0
@@ -142,7 +144,9 @@ class Scenario:
 
     @property
     def rooflines(self) -> Sequence[Roofline]:
-        return stage_rooflines(self.device_profiles, self.model_profile, self.layer_split)
+        return stage_rooflines(
+            self.device_profiles, self.model_profile, self.layer_split, self.hosts
+        )
 
     @property
     def draft_roofline(self) -> Roofline | None:

@@ -10,12 +10,14 @@ from typing import get_args
 from molink.errors import UsageError
 from molink.facts.footprint import StageSetup
 from molink.facts.layer_range import stage_number
+from molink.facts.memory_plan import plan_memory
 from molink.facts.model import KVCacheDType, Objective, Quantize
 from molink.facts.ring_times import HANDLING_S, RingTimes
-from molink.sim.data_sheet_candidates import make_candidate
+from molink.sim.data_sheet_candidates import USUAL_CPU, make_candidate
 from molink.sim.forecast import RingForecast, plan_ring, ring_times
 from molink.sim.model_description import ModelDescription
-from molink.sim.profiles import LinkProfile
+from molink.sim.profiles import LinkProfile, load_device
+from molink.sim.roofline import HostShare
 from molink.sim.scenario import Scenario
 from molink.sim.workload import Workload
 from molink.swarm.controller.estimates import estimate_ring
@@ -23,10 +25,12 @@ from molink.swarm.controller.status_schema import RingEstimate
 from molink.swarm.placement.links import LOCAL_LATENCY, LOCAL_RATE, Links
 from molink.swarm.placement.placement import (
     MICRO_BATCH_ROWS,
+    PlacedStage,
     Placement,
     PlacementGoal,
     Unplaceable,
     place_model,
+    stage_setup,
 )
 from molink.swarm.placement.rings import MICRO_BATCHES_PER_STAGE
 
@@ -35,12 +39,14 @@ from molink.swarm.placement.rings import MICRO_BATCHES_PER_STAGE
 class PlannedStage:
     """A stage: bytes of ``weights``, KV capacity in tokens, and the seconds of a one-row step.
 
-    ``link_s`` is the time to the next stage (0: none).
+    ``host_weights`` are bytes of experts in RAM. ``link_s`` is the time to the next stage (0:
+    none).
     """
 
     device: str
     layers: tuple[int, int]
     weights: int
+    host_weights: int
     kv_tokens: int
     step_s: float
     link_s: float
@@ -80,19 +86,21 @@ def plan_swarm(
     prompt_tokens: int,
     output_tokens: int,
     kv_cache_dtype: KVCacheDType = "auto",
+    expert_memory: Sequence[int] = (),
 ) -> SwarmPlan:
     """Place ``model`` on one PC for each of ``devices``, with equal links between all PCs.
 
     A PC with several devices is named with ``+`` between them; each device holds its own stage.
+    ``expert_memory`` are bytes of each PC's RAM for experts that don't fit its devices.
 
     Raises:
         UsageError: a device is unknown, the model doesn't fit, or a number is out of range.
     """
     setup = StageSetup(kv_cache_dtype=kv_cache_dtype)
-    placed = _place_model(model, devices, link, aim, setup)
+    placed = _place_model(model, devices, link, aim, setup, expert_memory)
     if isinstance(placed, Unplaceable):
         raise UsageError(placed.reason)
-    peers = {one.peer: one for one in _peers(devices)}
+    peers = {one.peer: one for one in _peers(devices, expert_memory)}
     names = {peer: one.device for peer, one in peers.items()}
     order = [peers[stage.peer] for stage in placed.stages]
     wide = replace(link, handling_ms=1000 * HANDLING_S)
@@ -109,6 +117,9 @@ def plan_swarm(
         ),
         layers=tuple(last - first for first, last in (one.layers for one in placed.stages)),
         shape=replace(model.shape, kv_cache_dtype=kv_cache_dtype),
+        hosts=tuple(
+            _share_experts(model, peers[stage.peer], stage, setup) for stage in placed.stages
+        ),
     )
     forecast = plan_ring(scenario, streams, prompt_tokens, output_tokens)
     stages = _planned_stages(scenario, forecast)
@@ -119,7 +130,7 @@ def plan_swarm(
         spares=tuple(names[peer] for peer in placed.spare_peers),
         bottleneck=_describe_bottleneck(stages, aim.objective, ring_times(scenario)),
         now=estimate_ring("", placed, aim.objective),
-        more=tuple(_prospects(model, devices, link, aim, setup)),
+        more=() if expert_memory else tuple(_prospects(model, devices, link, aim, setup)),
         forecast=forecast,
         packing=tuple(dict.fromkeys(one.name for one in scenario.device_profiles if one.has_triton))
         if model.shape.block_bytes
@@ -141,21 +152,43 @@ def least_quantized(model: ModelDescription, devices: Sequence[str]) -> Quantize
 
 @dataclass(frozen=True, slots=True)
 class _DescribedDevice:
-    """A device of a hypothetical PC."""
+    """A device of a hypothetical PC, with its share of the RAM for experts, in bytes."""
 
     peer: str
     device: str
     pc: str
+    expert_memory: int
 
 
-def _peers(pcs: Sequence[str]) -> list[_DescribedDevice]:
+def _peers(pcs: Sequence[str], expert_memory: Sequence[int]) -> list[_DescribedDevice]:
+    memory = expert_memory or [0] * len(pcs)
     return [
         _DescribedDevice(
-            f"pc{index}/{number}" if number else f"pc{index}", device.strip(), f"pc{index}"
+            f"pc{index}/{number}" if number else f"pc{index}",
+            device.strip(),
+            f"pc{index}",
+            nbytes // len(devices.split("+")),
         )
-        for index, devices in enumerate(pcs)
+        for index, (devices, nbytes) in enumerate(zip(pcs, memory, strict=True))
         for number, device in enumerate(devices.split("+"))
     ]
+
+
+def _share_experts(
+    model: ModelDescription, device: _DescribedDevice, stage: PlacedStage, setup: StageSetup
+) -> HostShare | None:
+    """The share of a stage's experts that lie in host memory, as its daemon would plan it."""
+    if model.facts.experts is None or not device.expert_memory:
+        return None
+    candidate = make_candidate(device.peer, device.device, device.expert_memory)
+    plan = plan_memory(
+        model.facts,
+        stage.layers,
+        stage_setup(candidate, setup),
+        candidate.memory,
+        expert_memory=device.expert_memory,
+    )
+    return HostShare(plan.host_experts / model.facts.experts.num_experts, load_device(USUAL_CPU))
 
 
 def _place_model(
@@ -164,15 +197,16 @@ def _place_model(
     link: LinkProfile,
     aim: PlacementGoal,
     setup: StageSetup,
+    expert_memory: Sequence[int] = (),
 ) -> Placement | Unplaceable:
-    peers = _peers(devices)
+    peers = _peers(devices, expert_memory)
     links = Links()
     for by in peers:
         links.set_primary_peer(by.peer, by.pc if by.peer != by.pc else "")
         for to in peers:
             if by.pc != to.pc:
                 links.record_measurement(by.peer, to.peer, link.latency, link.rate)
-    candidates = [make_candidate(one.peer, one.device) for one in peers]
+    candidates = [make_candidate(one.peer, one.device, one.expert_memory) for one in peers]
     return place_model(model.facts, candidates, setup, goal=aim, links=links)
 
 
@@ -183,6 +217,7 @@ def _planned_stages(scenario: Scenario, forecast: RingForecast) -> tuple[Planned
             device=device.name,
             layers=forecast.layers[index],
             weights=int(line.weight_bytes),
+            host_weights=int(line.host_bytes),
             kv_tokens=line.kv_tokens(device),
             step_s=times.profiles[index].decode_s(1),
             link_s=times.link_s(index, 1) if times.links else 0.0,

@@ -410,11 +410,12 @@ def test_as_few_experts_as_possible_lie_in_host_memory() -> None:
 def test_layers_without_experts_move_nothing() -> None:
     dense = LayerWeights(layer_bytes=600)  # the largest layer less 400
     experts = msgspec.structs.replace(EXPERTS, dense_layers=(0, 2), dense=dense)
-    plan = plan_mixture(321, 10 * MB, experts)
-    assert (plan.host_experts, plan.host_expert_bytes) == (2, 2 * 2 * 100)
-    assert plan_mixture(8 * 4 * 50, 10 * MB, experts).host_experts == 8
+    assert plan_mixture(2 * 400, 10 * MB, experts).host_experts == 0
+    plan = plan_mixture(2 * 400 + 1, 10 * MB, experts)
+    assert (plan.host_experts, plan.host_expert_bytes) == (1, 2 * 1 * 100)
+    assert plan_mixture(2 * 400 + 8 * 2 * 80, 10 * MB, experts).host_experts == 8
     with pytest.raises(UsageError, match="not even all experts in host memory"):
-        plan_mixture(8 * 4 * 50 + 1, 10 * MB, experts)
+        plan_mixture(2 * 400 + 8 * 2 * 80 + 1, 10 * MB, experts)
 
 
 def test_host_memory_that_is_too_small_is_refused_with_numbers() -> None:

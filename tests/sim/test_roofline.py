@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from molink.sim.profiles import DeviceProfile, ModelProfile
-from molink.sim.roofline import Roofline, StepRows
+from molink.sim.roofline import HostShare, Roofline, StepRows
 
 #: 1e9 bytes/s (half of the nominal rate) and 1e12 operations/s; 1 ms per forward pass.
 DEVICE = DeviceProfile("d", "", 2, 1, 10, 0.5, 1.0, step_ms=1.0, tile=4)
@@ -65,6 +65,26 @@ def test_a_mixture_reads_what_rows_choose() -> None:
     # One row meets 290,000 weights a layer, two 200,000 and 7/16 of the experts, many all.
     for rows, megabytes in ((1, 2.9), (2, 2.0 + 3.6 * 7 / 16), (200, 5.6)):
         assert stage.step_s(StepRows(decode=rows)) == pytest.approx((1 + megabytes) / 1000)
+
+
+def test_experts_in_host_memory_take_the_time_of_the_cpu() -> None:
+    mixture = replace(
+        MODEL,
+        intermediate=900,
+        bytes_per_parameter=2 * 560_000 / 290_000,
+        head_bytes=2.0,
+        expert_share=360_000 / 560_000,
+        chosen_share=0.25,
+    )
+    slower = replace(DEVICE, memory_gbs=DEVICE.memory_gbs / 4)
+    stage = Roofline(DEVICE, mixture, 5, is_last=False, host=HostShare(0.5, slower))
+    assert stage.host_bytes == pytest.approx(1_800_000)
+    assert stage.weight_bytes == pytest.approx(3_800_000)
+    # A row meets 900,000 bytes of experts, half of which take four times as long.
+    assert stage.step_s(StepRows(decode=1)) == pytest.approx((1 + 2.45 + 4 * 0.45) / 1000)
+    none = Roofline(DEVICE, mixture, 5, is_last=False, host=HostShare(0.0, slower))
+    whole = Roofline(DEVICE, mixture, 5, is_last=False)
+    assert none.make_profile() == whole.make_profile()
 
 
 def test_kv_capacity() -> None:

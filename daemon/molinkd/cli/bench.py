@@ -51,6 +51,10 @@ def stage(
     kv_cache_dtype: Annotated[
         KVCacheDType, typer.Option(help="Keys and values of requests.")
     ] = "auto",
+    host_experts: Annotated[
+        int,
+        typer.Option(min=0, help="Experts of each layer in RAM, computed by the CPU."),
+    ] = 0,
     seconds: Annotated[
         float, typer.Option(min=0.1, max=600.0, help="Maximum measuring time in seconds.")
     ] = 20.0,
@@ -70,6 +74,7 @@ def stage(
         dtype=dtype,
         quantize=quantize,
         kv_cache_dtype=kv_cache_dtype,
+        host_experts=host_experts,
         threads=threads,
         seconds=seconds,
     )
@@ -97,6 +102,8 @@ def print_result(found: StageBenchResult, console: Console) -> None:
     quantized = "" if found.quantize == "none" else f", {found.quantize}"
     quantized += ", KV int8" * (found.kv_cache_dtype == "int8")
     layers = format_layers(found.layers)
+    beside = found.host_expert_bytes
+    quantized += f", {format_size(beside)} of experts in RAM" if beside else ""
     lines = (
         f"{found.model}, layers {layers}: {format_size(found.weight_bytes)} of weights "
         f"({found.dtype}{quantized})",

@@ -31,6 +31,7 @@ from molink.swarm.controller.status_schema import RingEstimate
 from molink.swarm.placement.placement import MAX_STAGES, PlacementGoal
 from molinkd.cli.daemon_client import fetch_status, require_daemon
 from molinkd.cli.swarm_verbs import HomeOption
+from molinkd.peer.settings import parse_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,6 +271,12 @@ def plan(
     kv_cache_dtype: Annotated[
         KVCacheDType, typer.Option(help="Keys and values of requests.")
     ] = "auto",
+    expert_memory: Annotated[
+        str | None,
+        typer.Option(
+            help="RAM of each PC for experts that don't fit its GPU: 48GB, or 56GB,26GB for each."
+        ),
+    ] = None,
     bandwidth: Annotated[float, typer.Option(help="Bandwidth per link, in Mbps.")] = 100.0,
     latency: Annotated[float, typer.Option(help="One-way latency per link, in ms.")] = 30.0,
     streams: Annotated[int, typer.Option(help="Concurrent decoding requests.")] = 8,
@@ -298,6 +305,7 @@ def plan(
         prompt_tokens=prompt_tokens,
         output_tokens=output_tokens,
         kv_cache_dtype=kv_cache_dtype,
+        expert_memory=_parse_expert_memory(expert_memory, len(devices)),
     )
     if as_json:
         print(json.dumps(planned.as_json(), indent=2))
@@ -326,6 +334,22 @@ def _parse_devices(text: str, num_pcs: int) -> list[str]:
             "PC with both)"
         )
     return devices
+
+
+def _parse_expert_memory(text: str | None, num_pcs: int) -> list[int]:
+    """Return the bytes of each PC; one amount is that of all.
+
+    Raises:
+        UsageError: an amount is none, or there are not as many as PCs.
+    """
+    if text is None:
+        return []
+    amounts = [parse_size(part.strip()) for part in text.split(",")]
+    if len(amounts) == 1:
+        amounts *= num_pcs
+    if len(amounts) != num_pcs:
+        raise UsageError(f"--expert-memory has {len(amounts)} amounts for {num_pcs} PCs")
+    return amounts
 
 
 def _describe_model(model: str | None, profile: str) -> ModelDescription:
@@ -399,7 +423,8 @@ def _stage_table(planned: SwarmPlan) -> Table:
             str(stage_number(index)),
             one.device,
             format_layers(one.layers),
-            format_size(one.weights),
+            format_size(one.weights)
+            + (f" + {format_size(one.host_weights)} in RAM" if one.host_weights else ""),
             f"{one.kv_tokens} tokens",
             f"{1e3 * one.step_s:.1f} ms",
             f"{1e3 * one.link_s:.1f} ms" if one.link_s else "-",

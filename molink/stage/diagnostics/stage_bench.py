@@ -63,6 +63,7 @@ def run_bench(options: argparse.Namespace) -> dict[str, object]:
         quantize=options.quantize,
         kv_cache_dtype=options.kv_cache_dtype,
         disabled_kernels=_find_slow(computed, device, options.quantize),
+        host_experts=options.host_experts,
     )
     profile = profile_stage(
         stage, min(_MAX_KV_BYTES, free // 4), BLOCK_SIZE, seconds=options.seconds
@@ -83,6 +84,7 @@ def run_bench(options: argparse.Namespace) -> dict[str, object]:
         "quantize": options.quantize,
         "kv_cache_dtype": options.kv_cache_dtype,
         "weight_bytes": stage.weight_bytes,
+        "host_expert_bytes": stage.host_expert_bytes,
         "decode": _format_points(profile.decode),
         "prefill": _format_points(profile.prefill),
         "context": profile.context,
@@ -152,6 +154,7 @@ def _parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--quantize", default="none")
     parser.add_argument("--kv-cache-dtype", default="auto")
+    parser.add_argument("--host-experts", type=int, default=0, help="experts of a layer in RAM")
     parser.add_argument("--threads", type=int, default=0, help="0 = torch's default")
     parser.add_argument("--seconds", type=float, default=20.0, help="maximum seconds of measuring")
     return parser.parse_args(arguments)

@@ -112,7 +112,8 @@ class StageHost:
         while count < self.costs.layers:
             more = count + 1
             lacking = self.costs.memory_needed(more, opens=opens, closes=closes) - self.memory
-            if experts.count_moved(lacking, more, self.host_memory) is None:
+            dense = min(more, len(experts.dense_layers))
+            if experts.count_moved(lacking, more, self.host_memory, dense) is None:
                 break
             count = more
         return count

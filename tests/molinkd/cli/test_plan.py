@@ -332,3 +332,32 @@ def test_each_model_has_its_ring() -> None:
     assert second.objective == "throughput"
     assert second.round_trip_s == 0.005
     assert not {stage.peer for stage in second.stages} & second.idle_peers.keys()
+
+
+def test_experts_in_ram(capsys: pytest.CaptureFixture[str]) -> None:
+    mixture = ("plan", "--model", "glm4.5:106b-a12b", "--device", "rtx4090,rtx4060")
+    assert run(mixture) != 0
+    assert "--expert-memory for experts" in capsys.readouterr().err
+    assert run([*mixture, "--expert-memory", "56GB,26GB", "--json"]) == 0
+    planned = json.loads(capsys.readouterr().out)
+    beside = {one["device"]: one["host_weights"] for one in planned["stages"]}
+    assert 30e9 < beside["rtx4090"] < 56e9
+    assert 10e9 < beside["rtx4060"] < 26e9
+    assert run([*mixture, "--expert-memory", "64GB"]) == 0
+    assert "in RAM" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("1GB,2GB,3GB", "--expert-memory has 3 amounts for 2 PCs"),
+        ("much", "not a size: 'much'"),
+        ("64", "64 bytes? Write 64GiB"),
+    ],
+)
+def test_nonsense_amounts_of_ram(
+    capsys: pytest.CaptureFixture[str], given: str, message: str
+) -> None:
+    options = ["--model", "gpt-oss:120b", "--device", "rtx4090,rtx4060", "--expert-memory", given]
+    assert run(["plan", *options]) != 0
+    assert message in capsys.readouterr().err

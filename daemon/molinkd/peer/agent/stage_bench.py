@@ -60,6 +60,7 @@ class StageBenchResult(msgspec.Struct, frozen=True, kw_only=True):
     quantize: str
     kv_cache_dtype: str = "auto"
     weight_bytes: int
+    host_expert_bytes: int = 0
     decode: tuple[BenchPoint, ...]
     prefill: tuple[BenchPoint, ...]
     context: int
@@ -80,6 +81,7 @@ class StageBench:
     dtype: str = "auto"
     quantize: str = "none"
     kv_cache_dtype: str = "auto"
+    host_experts: int = 0
     threads: int = 0
     seconds: float = 20.0
 
@@ -93,6 +95,7 @@ class StageBench:
             "--dtype": self.dtype,
             "--quantize": self.quantize,
             "--kv-cache-dtype": self.kv_cache_dtype,
+            "--host-experts": self.host_experts,
             "--threads": self.threads,
             "--seconds": self.seconds,
         }
