@@ -110,9 +110,12 @@ def foretell_step(
 def _run_rows(stage: Stage, found: Sequence[_ForetoldSlice], normed: Tensor) -> MtpOutput:
     """Store the KV of all slices' rows; the result has the last one of each that wants drafts."""
     rows, tokens, wanted = list[int](), list[int](), list[int]()
+    size = stage.config.vocab_size
     for one in found:
         rows += range(one.first_row, one.first_row + len(one.tokens))
-        tokens += one.tokens
+        # Those of a prompt come from the scheduler and may stand for images; the embedding has none
+        # for others, which on a GPU would end the process.
+        tokens += (token if 0 <= token < size else 0 for token in one.tokens)
         if one.max_drafts:
             wanted.append(len(rows) - 1)
     if len(rows) < len(normed):

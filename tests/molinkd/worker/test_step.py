@@ -14,6 +14,7 @@ from molink.wire.messages.base import Payload
 from molink.wire.messages.data_plane import Admit, History, RequestSlice, SamplingParams, Volume
 from molinkd.worker.request_table import RequestTable
 from molinkd.worker.step import fail_step, run_step
+from tests.support.models import add_draft_layer
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -152,6 +153,21 @@ def test_top_logprobs_come_with_their_token(folder: ModelFolder) -> None:
     assert (top.request, top.position, len(top.tokens)) == (0, 2, 3)
     assert (top.tokens[0], top.logprobs[0]) == (choice.token, choice.logprob)
     assert list(top.logprobs) == sorted(top.logprobs, reverse=True)
+
+
+@pytest.mark.parametrize("stray", [1 << 30, -7])
+def test_tokens_that_a_model_lacks_fail_no_foretelling(
+    make_model: Any, tmp_path: Path, stray: int
+) -> None:
+    """A prompt's next token may stand for an image, or be a hostile scheduler's."""
+    made = ModelFolder.open(add_draft_layer(make_model(tmp_path, "glm4_moe", 0)))
+    stage, requests = load(made, 0, made.config.layers), table(0)
+    assert stage.has_mtp
+    requests.add_history(0, 0, [1, stray, 3])
+    header = volume(3, RequestSlice(0, 0, 3, 1, (0,), True))
+    (result,) = run_step(stage, requests, [StepInput(header, [1, 2, 3])])
+    assert result.sampled is not None
+    assert len(result.sampled.sampled) == 1
 
 
 def test_history_needs_no_order_of_prompt_and_answer(tmp_path: Path) -> None:
