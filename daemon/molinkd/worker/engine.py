@@ -24,15 +24,19 @@ EncodedImages = Sequence[object] | str
 
 
 class ImageEncoderLike(Protocol):
-    """Runs a vision tower; :class:`molinkd.worker.image_encoder.ImageEncoder` uses threads."""
+    """Runs a vision tower; :class:`molinkd.worker.image_encoder.ImageEncoder` uses a thread."""
 
     def encode_images(
         self,
         images: Sequence[ImageInput],
+        is_wanted: Callable[[], bool],
         hand_over: HandOver,
         done: Callable[[EncodedImages], None],
     ) -> None:
-        """Encode ``images``; ``hand_over(done, result)`` is called on another thread."""
+        """Encode ``images``; ``hand_over(done, result)`` is called on another thread.
+
+        So is ``is_wanted()``; once it is false, the result is an error.
+        """
 
 
 class StageConfig(Protocol):

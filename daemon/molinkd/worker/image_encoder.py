@@ -1,12 +1,13 @@
-"""Encodes images beside the steps of a stage, on threads of their own.
+"""Encodes images beside the steps of a stage, on a thread of its own.
 
 A step must not wait for a vision tower: it would seem to hang, and others' tokens would be late.
 """
 
 import logging
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -21,51 +22,79 @@ log = logging.getLogger(__name__)
 KEPT_ROW_BYTES = 64 << 20
 
 
+@dataclass(frozen=True, slots=True)
+class _Encoding:
+    images: Sequence[ImageInput]
+    is_wanted: Callable[[], bool]
+    hand_over: HandOver
+    done: Callable[[EncodedImages], None]
+
+
 class ImageEncoder:
-    """Runs a stage's vision tower on one image at a time; keeps the rows used last."""
+    """Runs a stage's vision tower on one image at a time; keeps the rows used last.
+
+    Its thread lives while there are images to encode.
+    """
 
     def __init__(self, stage: Stage) -> None:
         self._stage = stage
         self._rows: OrderedDict[bytes, Tensor] = OrderedDict()
         self._kept_bytes = 0
+        #: Guards what waits, and whether a thread runs it.
         self._lock = threading.Lock()
+        self._waiting: deque[_Encoding] = deque()
+        self._is_running = False
 
     def encode_images(
         self,
         images: Sequence[ImageInput],
+        is_wanted: Callable[[], bool],
         hand_over: HandOver,
         done: Callable[[EncodedImages], None],
     ) -> None:
-        """Encode ``images``; ``hand_over(done, result)`` is called on the thread."""
-        arguments = tuple(images), hand_over, done
-        threading.Thread(
-            target=self.run_encoding, args=arguments, name="vision", daemon=True
-        ).start()
+        """Encode ``images``; ``hand_over(done, result)`` is called on the thread.
 
-    def run_encoding(
-        self,
-        images: Sequence[ImageInput],
-        hand_over: HandOver,
-        done: Callable[[EncodedImages], None],
-    ) -> None:
-        """As :meth:`encode_images`, on this thread."""
-        result: EncodedImages
+        So is ``is_wanted()`` before each image; once it is false, the result is an error.
+        """
+        with self._lock:
+            self._waiting.append(_Encoding(images, is_wanted, hand_over, done))
+            if self._is_running:
+                return
+            self._is_running = True
+        threading.Thread(target=self._run_encodings, name="vision", daemon=True).start()
+
+    def encode_now(
+        self, images: Sequence[ImageInput], is_wanted: Callable[[], bool] = lambda: True
+    ) -> EncodedImages:
+        """As :meth:`encode_images`, on this thread, the only one that encodes."""
+        rows = []
         try:
-            result = [self._encode(image) for image in images]
+            for image in images:
+                if not is_wanted():
+                    return "its request has ended"
+                rows.append(self._encode(image))
         except Exception as error:
             log.exception("images could not be encoded")
-            result = f"{type(error).__name__}: {error}"
-        try:
-            hand_over(done, result)
-        except RuntimeError:
-            log.debug("the event loop has ended before images were encoded")
+            return f"{type(error).__name__}: {error}"
+        return rows
+
+    def _run_encodings(self) -> None:
+        while (encoding := self._next_encoding()) is not None:
+            result = self.encode_now(encoding.images, encoding.is_wanted)
+            try:
+                encoding.hand_over(encoding.done, result)
+            except RuntimeError:
+                log.debug("the event loop has ended before images were encoded")
+
+    def _next_encoding(self) -> _Encoding | None:
+        with self._lock:
+            if self._waiting:
+                return self._waiting.popleft()
+            self._is_running = False
+            return None
 
     def _encode(self, image: ImageInput) -> Tensor:
         """Rows ``[n, hidden]`` of an image, on the host."""
-        with self._lock:
-            return self._encode_locked(image)
-
-    def _encode_locked(self, image: ImageInput) -> Tensor:
         key = image.digest
         if key in self._rows:
             self._rows.move_to_end(key)

@@ -52,8 +52,11 @@ FRAGMENT_TIMEOUT_S = 30.0
 MAX_IMAGE_BYTES = 512 << 20
 
 ClientMessage = Submit | PromptFragment | PixelFragment | Cancel | Credit
-#: Encodes images; calls back with the result and the time.
-EncodeImages = Callable[[Sequence[ImageInput], Callable[[EncodedImages, float], None]], None]
+#: Encodes images while the second argument, which may be called on another thread, says that they
+#: are wanted; always calls back with the result and the time.
+EncodeImages = Callable[
+    [Sequence[ImageInput], Callable[[], bool], Callable[[EncodedImages, float], None]], None
+]
 
 
 class SendTo(Protocol):
@@ -117,6 +120,8 @@ class RequestReceiver:
         self._adapters = {name: number for number, name in enumerate(model.adapters, 1)}
         #: Complete submissions whose images are being encoded.
         self._encoding: dict[tuple[str, str], _IncompleteRequest] = {}
+        #: Memory of images that were given to the encoder, even if their requests have ended.
+        self._encoding_bytes: dict[int, int] = {}
         #: Memory of images, of all requests that were not ended when it was counted last.
         self._image_bytes: dict[tuple[str, str], int] = {}
         #: Submissions whose ids have not all arrived, by peer and key.
@@ -295,7 +300,8 @@ class RequestReceiver:
         }
         held.pop((peer, key), None)
         size = images.held_bytes(self._model.hidden_size)
-        if size and sum(held.values()) + size > MAX_IMAGE_BYTES:
+        others = sum(nbytes for known, nbytes in held.items() if known not in self._encoding)
+        if size and others + sum(self._encoding_bytes.values()) + size > MAX_IMAGE_BYTES:
             raise Overloaded("the images of other requests take all memory for images")
         self._image_bytes = held | ({(peer, key): size} if size else {})
 
@@ -332,16 +338,28 @@ class RequestReceiver:
             self._send(identity, PixelsReceived(self._scheduler.epoch, key, position))
 
     def _encode_and_submit(self, peer: str, entry: _IncompleteRequest, now: float) -> None:
-        """Submit a complete request, once its images are rows."""
+        """Submit a complete request, once its images are rows.
+
+        Raises:
+            RequestError: its ids don't stand for its images.
+            Overloaded: as many requests are encoded as the scheduler takes at all.
+        """
         key, encode = entry.submit.key, self._model.encode_images
         images = entry.images.take_images(entry.ids)
         if not images or encode is None:
             self._submit_request(peer, entry, None, now)
             return
+        config = self._scheduler.config
+        if len(self._encoding_bytes) >= config.max_queue_len + config.max_num_seqs:
+            raise Overloaded("the images of too many requests wait for being encoded")
+
+        def is_wanted() -> bool:  # not once it is cancelled, or the epoch has ended
+            return self._encoding.get((peer, key)) is entry
 
         def on_encoded(rows: EncodedImages, now: float) -> None:
-            if self._encoding.get((peer, key)) is not entry:
-                return  # cancelled, or the epoch has ended
+            del self._encoding_bytes[id(entry)]
+            if not is_wanted():
+                return
             del self._encoding[peer, key]
             if isinstance(rows, str):
                 text = f"its images can't be encoded: {rows}"
@@ -353,7 +371,8 @@ class RequestReceiver:
                 self._reject_error(peer, key, error)
 
         self._encoding[peer, key] = entry
-        encode(images, on_encoded)
+        self._encoding_bytes[id(entry)] = entry.images.held_bytes(self._model.hidden_size)
+        encode(images, is_wanted, on_encoded)
 
     def _submit_request(
         self, peer: str, entry: _IncompleteRequest, rows: Sequence[object] | None, now: float

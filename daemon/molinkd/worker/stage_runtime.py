@@ -187,6 +187,7 @@ class StageRuntime:
         self,
         encoder: ImageEncoderLike,
         images: Sequence[ImageInput],
+        is_wanted: Callable[[], bool],
         done: Callable[[EncodedImages, float], None],
     ) -> None:
         """Encode images beside the steps; ``done`` is called on the ring's thread."""
@@ -196,7 +197,7 @@ class StageRuntime:
             self.ring.run_pending()
 
         hand_over = asyncio.get_running_loop().call_soon_threadsafe
-        encoder.encode_images(images, hand_over, on_encoded)
+        encoder.encode_images(images, is_wanted, hand_over, on_encoded)
 
     # --- links -----------------------------------------------------------------------------------
 

@@ -4,7 +4,9 @@ Answers are those of transformers, whatever is scheduled, preempted, cancelled o
 prefix cache meanwhile.
 """
 
-from collections.abc import Sequence
+import queue
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +38,11 @@ class Sight(States):
     def ask(self, prompts: Prompts) -> None:
         """Submit prompts one after another."""
         for at, (key, prompt) in enumerate(prompts.items()):
-            found: list[Any] = []
-            self._encoder.run_encoding(prompt.images, lambda done, rows: done(rows), found.append)
+            rows = self._encoder.encode_now(prompt.images)
             request = Request("m", tuple(prompt.ids), ANSWER, GREEDY)
             spans = tuple(image.span for image in prompt.images)
             state = RequestState.from_request(
-                request, "d", key, credit_window=1 << 20, image_spans=spans, image_rows=found[0]
+                request, "d", key, credit_window=1 << 20, image_spans=spans, image_rows=rows
             )
             when = self.queue.now + 0.01 * at
             self.queue.schedule_at(when, self.scheduler.submit_request, state, when)
@@ -120,3 +121,25 @@ def test_images_are_cached_by_their_pixels(
     assert served.cached["same"] >= len(prompts["0"].ids) - 4
     assert shared[-1].span.end - 4 < served.cached["1"] <= after.start + 4
     assert served.cached["other"] <= shared[0].span.start
+
+
+def test_one_thread_encodes_what_is_still_wanted(stages: Sequence[Stage], prompts: Prompts) -> None:
+    encoder, results = ImageEncoder(stages[0]), queue.SimpleQueue[tuple[str, Any, int]]()
+    free = threading.Event()
+
+    def encode(name: str, is_wanted: Callable[[], bool]) -> None:
+        encoder.encode_images(
+            prompts["0"].images,
+            is_wanted,
+            lambda done, rows: done((name, rows, threading.get_ident())),
+            results.put,
+        )
+
+    encode("first", lambda: free.wait(60.0))
+    for number in range(50):
+        encode(str(number), lambda: False)
+    encode("last", lambda: True)
+    free.set()
+    found = [results.get(timeout=60.0) for _ in range(52)]
+    assert [name for name, rows, _ in found if not isinstance(rows, str)] == ["first", "last"]
+    assert len({thread for *_, thread in found} - {threading.get_ident()}) == 1

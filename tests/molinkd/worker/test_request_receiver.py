@@ -470,12 +470,12 @@ class Sight:
     """A receiver of a model that sees, whose images are encoded when the test says so."""
 
     def __init__(self, scheduler: Scheduler, wire: Wire) -> None:
-        self.asked: list[tuple[Any, Any]] = []
+        self.asked: list[tuple[Any, Any, Any]] = []
         model = ReceiverModel(
             100,
             16,
             vision=parse_vision(SIGHT, "config.json", 16, 1e-6),
-            encode_images=lambda images, done: self.asked.append((images, done)),
+            encode_images=lambda *asked: self.asked.append(asked),
         )
         self.scheduler, self.wire = scheduler, wire
         self.receiver = RequestReceiver(scheduler, "p1", model, wire)
@@ -507,8 +507,9 @@ def test_images_are_encoded_before_their_request_is_queued(sight: Sight) -> None
     assert not sight.asked
     sight.send(PIXELS[100:], 100)
     assert sight.received == [100, 192]
-    ((images, done),) = sight.asked
+    ((images, is_wanted, done),) = sight.asked
     assert images == (IMAGE,)
+    assert is_wanted()
     assert sight.scheduler.live_requests == []
     done(["rows"], 1.0)
     batch = sight.scheduler.next_batch(1.0)
@@ -521,14 +522,16 @@ def test_rows_of_a_cancelled_request_are_dropped(sight: Sight) -> None:
     sight.submit(IMAGE)
     sight.send(PIXELS)
     sight.receiver.handle_message(HERE, Cancel("k"), None, 0.0)
-    sight.asked[0][1](["rows"], 1.0)
+    _, is_wanted, done = sight.asked[0]
+    assert not is_wanted()
+    done(["rows"], 1.0)
     assert sight.scheduler.live_requests == []
 
 
 def test_a_failed_tower_fails_its_request_only(sight: Sight) -> None:
     sight.submit(IMAGE)
     sight.send(PIXELS)
-    sight.asked[0][1]("RuntimeError: no memory", 1.0)
+    sight.asked[0][2]("RuntimeError: no memory", 1.0)
     assert reasons(sight.wire) == [("k", "failed")]
 
 
@@ -577,3 +580,28 @@ def test_images_of_all_requests_are_bounded(sight: Sight, monkeypatch: pytest.Mo
     sight.receiver.handle_message(HERE, Cancel("a"), None, 0.0)
     sight.submit(IMAGE, key="c")
     assert len(reasons(sight.wire)) == 1
+
+
+def test_images_count_until_the_encoder_lets_go_of_them(
+    sight: Sight, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a peer that cancels, or submits again, fills the memory."""
+    monkeypatch.setattr(request_receiver, "MAX_IMAGE_BYTES", 300)
+    sight.submit(IMAGE, key="a")
+    sight.send(PIXELS, key="a")
+    sight.receiver.handle_message(HERE, Cancel("a"), None, 0.0)
+    sight.submit(IMAGE, key="a")
+    sight.submit(IMAGE, key="b")
+    assert reasons(sight.wire) == [("a", "overloaded"), ("b", "overloaded")]
+    sight.asked[0][2]("its request has ended", 1.0)
+    sight.submit(IMAGE, key="c")
+    assert len(reasons(sight.wire)) == 2
+
+
+def test_as_many_requests_are_encoded_as_the_scheduler_takes(sight: Sight) -> None:
+    most = sight.scheduler.config.max_queue_len + sight.scheduler.config.max_num_seqs
+    for number in range(most + 1):
+        sight.submit(IMAGE, key=str(number))
+        sight.send(PIXELS, key=str(number))
+    assert len(sight.asked) == most
+    assert reasons(sight.wire) == [(str(most), "overloaded")]
