@@ -24,8 +24,7 @@ def check_quantize(
     mode = config.quantized if wanted == "none" else wanted
     if (mode == "nf4" or (mode == "int8" and kind == "cuda")) and find_spec(_PACKAGE) is None:
         raise UsageError(
-            f"{mode} weights need {_PACKAGE}, which is not installed on this PC: run "
-            f"`pip install {_PACKAGE}` in molink's environment (or ./install.sh again)"
+            f"{mode} weights need {_PACKAGE}, which is not installed on this PC: run `molink setup`"
         )
 
 
