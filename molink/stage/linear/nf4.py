@@ -145,7 +145,7 @@ def load_library() -> ModuleType:
         except (ImportError, OSError, RuntimeError) as error:
             raise UsageError(
                 f"quantized weights need bitsandbytes, which can't be loaded: {error}; "
-                "install it with `pip install bitsandbytes`"
+                "run `molink setup`"
             ) from error
     if getattr(on_cpu, "gemm_4bit_forward_kernel", None) is not None:
         on_cpu.gemm_4bit_forward_kernel = None

@@ -62,5 +62,5 @@ def test_the_package_can_still_be_used_by_others_and_what_was_fetched_before_is_
 
 def test_missing_bitsandbytes_is_reported_with_a_hint(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    with pytest.raises(UsageError, match="pip install bitsandbytes"):
+    with pytest.raises(UsageError, match="molink setup"):
         load_library()

@@ -336,7 +336,7 @@ async def test_missing_bitsandbytes_is_reported_with_a_fix(
     reason = await bench.assign(8 << 30, "cuda", quantize="int8")
     assert isinstance(reason, str)
     assert "int8 weights need bitsandbytes" in reason
-    assert "pip install bitsandbytes" in reason
+    assert "molink setup" in reason
 
 
 @pytest.mark.parametrize("wanted", [True, False])

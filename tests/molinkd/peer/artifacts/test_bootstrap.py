@@ -144,7 +144,7 @@ async def test_without_bitsandbytes_nothing_is_started(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "find_spec", lambda _: None)
-    with pytest.raises(UsageError, match="pip install bitsandbytes"):
+    with pytest.raises(UsageError, match="molink setup"):
         await founder(tmp_path, model, quantize="nf4").find_model()
     # A PC without a stage of its own need not have it.
     await founder(tmp_path, model, quantize="nf4", stage="none").find_model()
