@@ -1,10 +1,10 @@
 """``molink uninstall``."""
 
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -24,15 +24,29 @@ from molinkd.peer.home import Home
 from molinkd.peer.membership.membership_record import read_membership
 from molinkd.platform import child_options
 
-#: Deletes a folder after this process, whose program lies in it, has ended (Windows).
-_DELETE_LATER = """
+#: What the installers put into a release's folder, and what they put on the PATH of Windows.
+_PARTS, _COPY = (".venv", "download"), "molink.exe"
+#: Deletes parts of a folder, and the folder if nothing else is in it. A program of Windows can only
+#: be deleted once it has ended.
+_DELETE = """
 import pathlib, shutil, sys, time
 folder = pathlib.Path(sys.argv[1])
+parts = [folder / name for name in sys.argv[2:]]
 for _ in range(600):
-    shutil.rmtree(folder, ignore_errors=True)
-    if not folder.exists():
+    for part in parts:
+        try:
+            shutil.rmtree(part) if part.is_dir() else part.unlink(missing_ok=True)
+        except OSError:
+            pass
+    if not any(part.exists() for part in parts):
         break
     time.sleep(0.1)
+else:
+    sys.exit(1)
+try:
+    folder.rmdir()
+except OSError:
+    pass
 """
 
 
@@ -78,7 +92,7 @@ def list_state(homes: list[Home], installed: Installation) -> list[Path]:
     if asked.root.is_dir() and not (asked.root / "peer.key").exists() and any(asked.root.iterdir()):
         raise UsageError(f"{asked.root} is no state folder of molink: nothing was deleted")
     for precious in (Path.home(), installed.folder):
-        if precious.is_relative_to(asked.root):
+        if precious.resolve().is_relative_to(asked.root.resolve()):
             raise UsageError(f"{asked.root} holds {precious}, too: nothing was deleted")
     found = [home.root for home in homes]
     found += [platformdirs.user_config_path("molink", False)]
@@ -95,11 +109,11 @@ def remove_program(installed: Installation) -> None:
     """
     remove_from_path(installed.folder)
     if installed.kind == "clone":
-        _delete_folder(installed.folder / ".venv")
+        _delete_parts(installed.folder, _PARTS[:1])
         print(printable(f"Removed molink; the clone is yours to delete: {installed.folder}"))
         return
     if installed.kind == "release":
-        _delete_folder(installed.folder)
+        _delete_parts(installed.folder, _PARTS)
         print("Removed molink. Models from the Hugging Face hub remain in the hub's own cache.")
         return
     command = removal_command(installed)
@@ -122,9 +136,9 @@ def remove_from_path(folder: Path) -> None:
     """Remove what the installers put on the PATH for the program in ``folder``."""
     if sys.platform == "win32":
         programs = Path(os.environ["LOCALAPPDATA"], "Programs", "molink")
-        _edit_user_path(programs)
-        if programs != folder:
-            shutil.rmtree(programs, ignore_errors=True)
+        if programs == folder or not (programs / _PARTS[0]).exists():  # else a release's own
+            _edit_user_path(programs)
+            _delete_parts(programs, (_COPY,))
         return
     link = Path.home() / ".local" / "bin" / "molink"
     if link.is_symlink() and link.resolve().is_relative_to(folder.resolve()):
@@ -150,20 +164,31 @@ def _stop(home: Home, *, leaves: bool) -> None:
         stop_daemon(home, found.run_file)
 
 
-def _delete_folder(folder: Path) -> None:
-    """Delete a folder with the Python that runs this."""
-    if sys.platform != "win32":
-        shutil.rmtree(folder, ignore_errors=True)
-        return
+def deletion_command(folder: Path, names: Sequence[str]) -> list[str]:
+    """The command that deletes ``names`` in ``folder``, by the Python behind the one that runs."""
     base = getattr(sys, "_base_executable", sys.executable)
-    subprocess.Popen(
-        [base, "-I", "-c", _DELETE_LATER, str(folder)],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        cwd=tempfile.gettempdir(),
-        **child_options(),
-    )
+    return [base, "-I", "-c", _DELETE, str(folder), *names]
+
+
+def _delete_parts(folder: Path, names: Sequence[str]) -> None:
+    """Delete ``names`` in ``folder``, on Windows after this process.
+
+    Raises:
+        MolinkError: one can't be deleted.
+    """
+    command = deletion_command(folder, names)
+    if sys.platform == "win32":
+        none, options = subprocess.DEVNULL, child_options()
+        subprocess.Popen(
+            command,
+            stdin=none,
+            stdout=none,
+            stderr=none,
+            cwd=tempfile.gettempdir(),
+            **options,
+        )
+    elif subprocess.run(command, check=False).returncode:
+        raise MolinkError(f"can't delete {', '.join(names)} in {folder}")
 
 
 if sys.platform == "win32":

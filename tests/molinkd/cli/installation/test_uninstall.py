@@ -1,6 +1,8 @@
 """``molink uninstall``: what it deletes, on folders of the tests' own."""
 
+import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,6 +15,11 @@ from molinkd.cli.main import run
 from molinkd.peer.home import Home
 
 Folders = dict[str, Path]
+
+
+def delete_now(folder: Path, names: Sequence[str]) -> None:
+    """Also on Windows."""
+    subprocess.run(uninstall.deletion_command(folder, names), check=True)
 
 
 @pytest.fixture
@@ -34,7 +41,7 @@ def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Folders:
     monkeypatch.setattr(
         uninstall, "find_installation", lambda: Installation("release", made["program"])
     )
-    monkeypatch.setattr(uninstall, "_delete_folder", uninstall.try_remove)
+    monkeypatch.setattr(uninstall, "_delete_parts", delete_now)
     monkeypatch.setenv("MOLINK_HOME", str(made["state"]))
     return made
 
@@ -69,7 +76,7 @@ def test_a_swarm_is_left_before_its_keys_go(
     monkeypatch.setattr(uninstall, "leave", lambda *, home, **_: left.append(home))
     assert run(["uninstall", "--yes", "--keep-state"]) == 0
     assert left == []
-    folders["program"].mkdir()
+    (folders["program"] / ".venv").mkdir(parents=True)
     assert run(["uninstall", "--yes"]) == 0
     assert left == [folders["state"]]
 
@@ -97,6 +104,24 @@ def test_folders_of_other_things_are_never_deleted(
         assert run(["uninstall", "--yes", "--home", str(home)]) == 2
     assert (photos / "cat.png").exists()
     assert all(path.exists() for path in folders.values())
+
+
+def test_only_what_the_installer_made_is_deleted(folders: Folders) -> None:
+    """A clone whose environment got a wheel looks like a release."""
+    work = folders["program"] / "work.py"
+    work.touch()
+    assert run(["uninstall", "--yes"]) == 0
+    assert [*folders["program"].iterdir()] == [work]
+
+
+def test_a_home_is_recognized_by_any_name(
+    folders: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    person = folders["state"] / "person"
+    person.mkdir()
+    monkeypatch.setattr(Path, "home", lambda: person)
+    assert run(["uninstall", "--yes", "--home", str(person / "..")]) == 2
+    assert person.exists()
 
 
 def test_nested_folders_are_named_once(folders: Folders) -> None:
