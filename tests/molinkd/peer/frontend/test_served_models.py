@@ -43,7 +43,9 @@ def route(
 
 @pytest.fixture
 async def scene(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[SimpleNamespace]:
-    config = SimpleNamespace(max_model_len=999, short_context=0, task=GENERATE, hidden_size=8)
+    config = SimpleNamespace(
+        max_model_len=999, short_context=0, task=GENERATE, hidden_size=8, vision=None
+    )
     config.adapters = []
     monkeypatch.setattr(module.ModelConfig, "load_folder", lambda _: config)
     changes: asyncio.Queue[list[int]] = asyncio.Queue()
