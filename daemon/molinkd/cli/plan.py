@@ -274,7 +274,8 @@ def plan(
     expert_memory: Annotated[
         str | None,
         typer.Option(
-            help="RAM of each PC for experts that don't fit its GPU: 48GB, or 56GB,26GB for each."
+            help="RAM of each PC for experts that don't fit its GPU: 48GB, or 56GB,26GB for each.  "
+            "[default: none]"
         ),
     ] = None,
     bandwidth: Annotated[float, typer.Option(help="Bandwidth per link, in Mbps.")] = 100.0,

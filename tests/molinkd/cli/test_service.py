@@ -146,17 +146,6 @@ def test_without_a_session_the_daemon_keeps_running(
     assert "molink up --background" in errors
 
 
-def test_the_documented_system_unit_restarts_as_the_user_unit_does() -> None:
-    root = Path(__file__).parents[3]
-    document = (root / "docs" / "operations.md").read_text(encoding="utf-8")
-    system = document.partition("```ini\n")[2].partition("```")[0].splitlines()
-    own = (root / "daemon" / "units" / "molink.service").read_text(encoding="utf-8").splitlines()
-    restart = ("Restart", "KillMode", "TimeoutStopSec")
-    kept = [line for line in system if line.startswith(restart)]
-    assert len(kept) == 5
-    assert set(kept) <= set(own)
-
-
 @pytest.mark.parametrize(("own", "role"), [(True, "up"), (False, "join")])
 def test_the_service_starts_the_previous_role(
     own: bool, role: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
