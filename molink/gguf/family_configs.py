@@ -111,6 +111,34 @@ def _granite_hybrid_config(about: ArchMetadata) -> dict[str, Any]:
     }
 
 
+def _falcon_h1_config(about: ArchMetadata) -> dict[str, Any]:
+    """Falcon-H1; its factors are in the weights."""
+    if "output.weight" not in about.file.tensors:
+        # The embedding has its own factor, which isn't that of the logits.
+        raise UnsupportedModel(
+            f"{about.metadata.where}: {about.name} without output.weight is not supported"
+        )
+    inner, heads = about.get_integer("ssm.inner_size"), about.get_integer("ssm.time_step_rank")
+    is_biased = about.has_tensors("ssm_in.bias")
+    return {
+        "architectures": ["FalconH1ForCausalLM"],
+        "attention_bias": about.has_query_bias,
+        "mlp_bias": about.has_tensors("ffn_up.bias"),
+        "mamba_d_ssm": inner,
+        "mamba_n_heads": heads,
+        "mamba_d_head": max(1, inner // heads),
+        "mamba_n_groups": about.get_integer("ssm.group_count"),
+        "mamba_d_state": about.get_integer("ssm.state_size"),
+        "mamba_d_conv": about.get_integer("ssm.conv_kernel"),
+        "mamba_conv_bias": about.has_tensors("ssm_conv1d.bias"),
+        "mamba_proj_bias": is_biased,
+        "projectors_bias": is_biased,
+        "mamba_rms_norm": about.has_tensors("ssm_norm.weight"),
+        "mamba_norm_before_gate": False,
+        "mamba_plain_decays": True,
+    }
+
+
 def _nemotron_h_config(about: ArchMetadata) -> dict[str, Any]:
     """Nemotron-H; each layer is Mamba-2, attention, an MLP or experts."""
     inner, heads = about.get_integer("ssm.inner_size"), about.get_integer("ssm.time_step_rank")
@@ -536,6 +564,7 @@ FAMILY_CONFIGS: dict[str, Callable[[ArchMetadata], dict[str, Any]]] = {
     "qwen35moe": _qwen35_moe_config,
     "command-r": _command_r_config,
     "cohere2": _cohere2_config,
+    "falcon-h1": _falcon_h1_config,
     "nemotron_h": _nemotron_h_config,
     "nemotron_h_moe": _nemotron_h_config,
     "phimoe": _phimoe_config,

@@ -136,6 +136,12 @@ _NEMOTRON_MODULES = (
         "ffn_latent_up": "mlp.fc2_latent_proj",
     }
 )
+_FALCON_H1_MODULES = (
+    _MODULES
+    | _MAMBA_MODULES
+    | {"ffn_norm": "pre_ff_layernorm"}
+    | {f"ffn_{part}": f"feed_forward.{part}_proj" for part in ("gate", "up", "down")}
+)
 _MAMBA_NAMES = {"ssm_a": "mamba.A", "ssm_d": "mamba.D", "ssm_dt.bias": "mamba.dt_bias"}
 _DELTA_NAMES = {"ssm_a": "linear_attn.A", "ssm_dt.bias": "linear_attn.dt_bias"}
 #: Tensors that are neither weights nor biases here.
@@ -144,6 +150,8 @@ _OTHER_NAMES = {
     "GptOss": {"attn_sinks.weight": "self_attn.sinks"},
     "GraniteMoeHybrid": _MAMBA_NAMES,
     "NemotronH": _MAMBA_NAMES,
+    # As the converter writes it.
+    "FalconH1": _MAMBA_NAMES | {"ffn_norm": "pre_ff_layernorm.weight"},
 }
 _LFM2_MODULES = _MODULES | {
     "attn_norm": "operator_norm",
@@ -184,6 +192,7 @@ _FAMILY_MODULES = {
     "DeepseekV3": _LATENT_MODULES,
     "Dots1": _DEEPSEEK_MODULES,
     "NemotronH": _NEMOTRON_MODULES,
+    "FalconH1": _FALCON_H1_MODULES,
     "Ernie4_5_Moe": _DEEPSEEK_MODULES,
     "MiniMaxM2": _MIXTRAL_MODULES,
     "Phimoe": _MIXTRAL_MODULES,

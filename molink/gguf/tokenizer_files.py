@@ -71,7 +71,11 @@ _SPLIT_PATTERNS: dict[str, tuple[str, ...]] = {
         (r"\p{N}", _GPT2),
     ),
     **dict.fromkeys(
-        ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "midm-2.0", "lfm2"), (_LLAMA3,)
+        (
+            *("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1"),
+            *("pixtral", "midm-2.0", "lfm2"),
+        ),
+        (_LLAMA3,),
     ),
     **dict.fromkeys(("dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), (_LLAMA3,)),
     **dict.fromkeys(
@@ -87,7 +91,7 @@ _SPLIT_PATTERNS: dict[str, tuple[str, ...]] = {
 }
 #: Pre-tokenizers that add BOS unless the file says otherwise.
 _BOS_TOKENIZERS = (
-    *("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "midm-2.0", "tekken"),
+    *("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "tekken"),
     "lfm2",
 )
 #: Pre-tokenizers that ignore merges for words that are tokens.

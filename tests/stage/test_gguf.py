@@ -59,6 +59,8 @@ GPT_OSS = {
         "original_max_position_embeddings": 64,
     },
 }
+#: Of Falcon-H1.
+FACTORS = ("embedding", "lm_head", "key", "attention_in", "attention_out", "ssm_in", "ssm_out")
 CASES: dict[str, tuple[str, Kind, dict[str, Any]]] = {
     "llama": ("llama", Kind.Q4_1, {}),
     "llama biased and tied": (
@@ -88,6 +90,17 @@ CASES: dict[str, tuple[str, Kind, dict[str, Any]]] = {
         "nemotron_h",
         Kind.Q8_0,
         {"layers_block_type": ["linear_attention", "mlp", "full_attention"], "mamba_head_dim": 8},
+    ),
+    "falcon-h1": (
+        "falcon_h1",
+        Kind.Q8_0,
+        {
+            **dict.fromkeys((f"{one}_multiplier" for one in FACTORS), 1.0),
+            "mlp_multipliers": [1.0] * 2,
+            "ssm_multipliers": [1.0] * 5,
+            "mamba_rms_norm": True,
+            "mamba_norm_before_gate": False,
+        },
     ),
     "nemotron_h_moe": (
         "nemotron_h",

@@ -35,6 +35,8 @@ _NAMES = {
     "cohere": "command-r",
     "ministral3": "mistral3",
     "gpt_oss": "gpt-oss",
+    # Whose factors, which the converter multiplies weights by, must be 1.
+    "falcon_h1": "falcon-h1",
 }
 #: Granite's stacks of experts, which the converter cuts, and what GGUF's names say of Mixtral's.
 _CUT = {"input_linear": ("w1", "w3"), "output_linear": ("w2",)}
@@ -283,7 +285,7 @@ def _as_mamba(data: Any, module: Sequence[str], config: Mapping[str, Any]) -> An
 
 
 #: Whose layers have Mamba-2.
-_MAMBA = ("granitehybrid", "nemotron_h", "nemotron_h_moe")
+_MAMBA = ("falcon-h1", "granitehybrid", "nemotron_h", "nemotron_h_moe")
 #: Whose layers have the gated delta rule.
 _DELTA_RULE = ("qwen3next", "qwen35", "qwen35moe")
 
@@ -458,6 +460,8 @@ def _metadata(config: Mapping[str, Any], name: str, blocks: int) -> dict[str, An
         fields |= _delta_rule_metadata(config)
     if name == "granitehybrid":
         fields |= _mamba_metadata(config)
+    if name == "falcon-h1":
+        fields |= _mamba_sizes(config, config["mamba_d_ssm"])
     if name.startswith("nemotron_h"):
         fields |= _nemotron_metadata(config)
     if name.startswith("lfm2"):
@@ -544,15 +548,21 @@ def _kv_heads(config: Mapping[str, Any], kinds: Sequence[str]) -> list[int]:
 def _mamba_metadata(config: Mapping[str, Any]) -> dict[str, Any]:
     experts, shared = config["num_local_experts"], config["shared_intermediate_size"]
     return {
-        "ssm.conv_kernel": config["mamba_d_conv"],
-        "ssm.state_size": config["mamba_d_state"],
-        "ssm.group_count": config["mamba_n_groups"],
-        "ssm.time_step_rank": config["mamba_n_heads"],
-        "ssm.inner_size": config["mamba_expand"] * config["hidden_size"],
+        **_mamba_sizes(config, config["mamba_expand"] * config["hidden_size"]),
         "attention.head_count_kv": _kv_heads(config, config["layer_types"]),
         "feed_forward_length": config["intermediate_size"] if experts else shared,
         "expert_shared_feed_forward_length": shared,
         "expert_used_count": config["num_experts_per_tok"] if experts else None,
+    }
+
+
+def _mamba_sizes(config: Mapping[str, Any], inner: int) -> dict[str, int]:
+    return {
+        "ssm.conv_kernel": config["mamba_d_conv"],
+        "ssm.state_size": config["mamba_d_state"],
+        "ssm.group_count": config["mamba_n_groups"],
+        "ssm.time_step_rank": config["mamba_n_heads"],
+        "ssm.inner_size": inner,
     }
 
 
