@@ -95,15 +95,17 @@ async def test_clients_share_a_download(owner: LocalAdministration, served: Fake
 async def test_a_download_ends_with_its_last_client(
     owner: LocalAdministration, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stopped = threading.Event()
+    begun, stopped = threading.Event(), threading.Event()
 
     def fetch(_model: str, _home: Home, _progress: object, stop: threading.Event) -> None:
+        begun.set()
         stop.wait(60)
         stopped.set()
 
     monkeypatch.setattr(local_administration, "fetch_whole_model", fetch)
     async with aclosing(owner.pull_model("owner/a")) as first:
         await anext(first)
+        assert await asyncio.to_thread(begun.wait, 60)
         async with aclosing(owner.pull_model("owner/a")) as second:
             await anext(second)
         others = [owner.pull_model(f"owner/b{number}") for number in range(1, MAX_PULLS)]
