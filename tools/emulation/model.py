@@ -128,6 +128,16 @@ class EmulatedStage:
         return int(self.emulation.rooflines[self.index].weight_bytes)
 
     @property
+    def host_expert_bytes(self) -> int:
+        """No experts in host memory."""
+        return 0
+
+    @property
+    def resident_share(self) -> float:
+        """No experts are elsewhere."""
+        return 0.0
+
+    @property
     def kv_tokens(self) -> int:
         """KV tokens that the device would hold."""
         device = self.emulation.device_profiles[self.index]

@@ -146,9 +146,9 @@ class StageHost:
         memory. What the device computes meanwhile isn't deducted.
         """
         experts = self._movable_experts
-        if experts is None or not experts.device_bytes:
-            return inf, 0.0
         layer = self.costs.layer_weights + self.costs.layer_room
+        if experts is None or not experts.device_bytes or not layer:
+            return inf, 0.0
         free = self.memory - self.costs.memory_needed(0, opens=opens, closes=closes)
         slower = experts.host_bytes / self.host_rate - experts.device_bytes / self.rate
         moved = layer / experts.device_bytes
