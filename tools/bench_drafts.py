@@ -6,7 +6,7 @@
 Asks questions of held-out conversations of the bundled model, one after another, by the chat
 route. Sides take turns, each on a rig of its own with a stage per node (:mod:`tools.bench_rival`):
 ``off``, without drafts; ``lookup``, the bundled model with default settings; ``mtp``, the same
-model with the layer that foretells tokens in FOLDER. Texts should be those of the first side.
+model with an MTP layer in FOLDER. Texts should be those of the first side.
 """
 
 import argparse

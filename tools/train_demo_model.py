@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from tools.demo_model.evaluate import evaluate_model
-from tools.demo_model.foretelling import train_foreteller
+from tools.demo_model.mtp_layer import train_mtp_layer
 from tools.demo_model.train import TRAIN_SIZE, Plan, refine_model, train_model
 
 FOLDER = Path(__file__).parents[1] / "molink" / "data" / "demo_model"
@@ -35,7 +35,7 @@ def _parse_arguments() -> argparse.Namespace:
         "--mtp",
         type=int,
         metavar="STEPS",
-        help="train a layer that foretells tokens for the bundled model, and write both to --out",
+        help="train an MTP layer for the bundled model, and write both to --out",
     )
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--threads", type=int, default=2)
@@ -54,7 +54,7 @@ def main() -> None:
         return
     if arguments.mtp:
         plan = Plan(arguments.mtp, arguments.seed, rate=2e-3, warmup=20)
-        train_foreteller(arguments.out, FOLDER, plan, arguments.conversations)
+        train_mtp_layer(arguments.out, FOLDER, plan, arguments.conversations)
         return
     if arguments.refine:
         refine_model(

@@ -85,7 +85,7 @@ class ModelConfig(FamilyTraits):
         return self.is_multimodal and self.vision is None
 
     def drop_absent_mtp(self, names: Iterable[str]) -> "ModelConfig":
-        """The config of a checkpoint with tensors ``names``: many leave out what foretells tokens.
+        """The config of a checkpoint with tensors ``names``: many leave out MTP layers.
 
         Their configs mention it nevertheless.
         """

@@ -19,7 +19,7 @@ Supported ``architectures``:
 - ``PhimoeForCausalLM`` (Phi-3.5-MoE): LayerNorm, biases of logits, experts chosen one by one
 - ``Ministral3ForCausalLM``, ``Mistral4ForCausalLM``: queries that grow with their position; the
   latter with latent attention
-- ``MiMoForCausalLM``: Qwen2 with a layer that foretells tokens
+- ``MiMoForCausalLM``: Qwen2 with an MTP layer
 - ``Qwen2ForCausalLM`` (also 2.5), ``Qwen3ForCausalLM``: windows in some layers
 - ``Phi3ForCausalLM``: Phi-3, Phi-3.5, Phi-4 and Phi-4-mini; merged projections, LongRoPE
 - ``Llama4ForCausalLM``: attention in chunks where there is RoPE, experts whose input is scaled

@@ -266,7 +266,7 @@ def qwen2(fields: ConfigFields, layers: int) -> FamilyTraits:
 
 
 def mimo(fields: ConfigFields, layers: int) -> FamilyTraits:
-    """MiMo: Qwen2 with layers of other names that foretell tokens."""
+    """MiMo: Qwen2 with MTP layers of other names."""
     mtp = MtpShape(
         prefix="model.mtp_layers.0.",
         token_norm="token_layernorm",

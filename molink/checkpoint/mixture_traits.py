@@ -334,7 +334,7 @@ def deepseek_v3(fields: ConfigFields, layers: int, index: IndexShape | None = No
         experts=deepseek_experts(fields, layers),
         draft_layers=count_draft_layers(fields),
     )
-    # Layers that attend to chosen positions foretell no tokens yet.
+    # Layers that attend to chosen positions predict no tokens yet.
     return add_mtp(made, fields) if index is None else made
 
 

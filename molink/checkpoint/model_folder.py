@@ -221,7 +221,7 @@ def _check_tensors(
 
 
 def _check_mtp_modules(path: Path, config: ModelConfig, tensors: Iterable[str]) -> None:
-    """Check that a whole model has as many modules that foretell tokens as its config says."""
+    """Check that a whole model has as many MTP modules as its config says."""
     if config.mtp is None:
         return
     stored = sum(config.mtp.is_stored(tensors, index) for index in range(config.draft_layers))

@@ -74,7 +74,7 @@ class StageCost:
 
     @property
     def _all_layers(self) -> tuple[int, ...]:
-        """Its layers, and at the last stage that which foretells tokens."""
+        """Its layers, and at the last stage the MTP layer."""
         behind = mtp_layers(self.config) if self._has_output_head else ()
         return (*range(*self.layers), *behind)
 

@@ -75,7 +75,7 @@ def count_draft_layers(fields: ConfigFields) -> int:
 
 
 def add_mtp(traits: FamilyTraits, fields: ConfigFields) -> FamilyTraits:
-    """Add modules that foretell tokens, as DeepSeek-V3 has them behind its last layer."""
+    """Add MTP modules, as DeepSeek-V3 has them behind its last layer."""
     count = count_draft_layers(fields)
     mtp = MtpShape(prefix=f"model.layers.{len(traits.windows)}.") if count else None
     return replace(traits, draft_layers=count, mtp=mtp)

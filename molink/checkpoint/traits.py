@@ -192,7 +192,7 @@ class FamilyTraits:
     ``merged_gate_up`` mean single tensors in the checkpoint. ``output_name`` is that of
     attention's projection to rows. ``experts`` replace the MLP in some or all layers.
 
-    ``mtp`` is the first of ``draft_layers`` modules that foretell tokens; others are not used.
+    ``mtp`` is the first of ``draft_layers`` MTP modules; others are not used.
 
     ``embedding_scale`` multiplies embeddings, ``logit_scale`` logits. With ``tied_embeddings`` the
     embedding is the output head, too.

@@ -261,7 +261,7 @@ class Footprint:
     #: Weights of one layer.
     layer_bytes: int
     #: Weights of the first and the last stage besides their layers, and what both share. The first
-    #: includes a vision tower and its rows of an image, the last layers that foretell tokens.
+    #: includes a vision tower and its rows of an image, the last MTP layers.
     first_bytes: int
     last_bytes: int
     shared_bytes: int
@@ -288,7 +288,7 @@ class Footprint:
     parallel_states: bool = False
     #: A request's state in a layer.
     state_bytes: int = 0
-    #: Layers of the last stage that foretell tokens, with KV.
+    #: MTP layers of the last stage, with KV.
     mtp_layers: int = 0
     #: Routed experts among the weights of a layer.
     experts: MovableExperts | None = None
@@ -319,7 +319,7 @@ class Footprint:
         reads_pages = target.reads_pages and not facts.large_heads
         scores = max(facts.score_heads, facts.large_heads * cuda) * _SCORE_BYTES
         logit_rows = load.max_decode_rows + 1 + GRAPH_LOGIT_ROWS * cuda
-        # Those of foretold tokens come beside a step's own.
+        # Those of MTP drafts come beside a step's own.
         logit_rows += facts.mtp_layers * load.max_decode_rows
         copied = token = scaled(facts.kv_bytes)
         if target.kv_cache_dtype == "int8":
@@ -331,7 +331,7 @@ class Footprint:
             layer_bytes=layer,
             first_bytes=first + vision,
             last_bytes=last + facts.mtp_layers * layer,
-            # A layer that foretells tokens needs the embedding, too.
+            # An MTP layer needs the embedding, too.
             shared_bytes=first if facts.tied or facts.mtp_layers else 0,
             token_bytes=token,
             max_model_len=facts.max_model_len,

@@ -120,7 +120,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     parallel_states: bool = False
     #: Layers that keep nothing of a request.
     mlp_layers: Annotated[tuple[Index, ...], msgspec.Meta(max_length=4096)] = ()
-    #: Layers in the last stage that foretell tokens, besides ``layers``.
+    #: MTP layers in the last stage, besides ``layers``.
     mtp_layers: Annotated[int, msgspec.Meta(ge=0, le=1)] = 0
     max_model_len: Count
     element_bytes: Annotated[int, msgspec.Meta(ge=1, le=8)] = 2

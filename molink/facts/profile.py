@@ -35,8 +35,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     ascend by rows. ``decode_token_s`` and ``prefill_token_s`` are additional seconds per row and
     token before it. ``tile`` is the number of rows by which matrix products become more expensive
     in steps (SARATHI's tile quantization; 1: none). A stage that ``interleaves`` runs decode rows
-    between the layers of a chunk. A last stage that foretells tokens takes ``foretell_s`` for each
-    after the first, whose time is in the points (0: it foretells none). Without points the times
+    between the layers of a chunk. A last stage with an MTP layer takes ``mtp_s`` for each
+    after the first, whose time is in the points (0: it predicts none). Without points the times
     are unknown.
 
     Raises (on creation or decoding):
@@ -50,12 +50,12 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     decode_token_s: Annotated[float, msgspec.Meta(ge=0, le=MAX_SECONDS)] = 0.0
     prefill_token_s: Annotated[float, msgspec.Meta(ge=0, le=MAX_SECONDS)] = 0.0
     interleaves: bool = False
-    foretell_s: Annotated[float, msgspec.Meta(ge=0, le=MAX_SECONDS)] = 0.0
+    mtp_s: Annotated[float, msgspec.Meta(ge=0, le=MAX_SECONDS)] = 0.0
 
     def __post_init__(self) -> None:
         for points in (self.decode, self.prefill):
             _check(points)
-        for seconds in (self.decode_token_s, self.prefill_token_s, self.foretell_s):
+        for seconds in (self.decode_token_s, self.prefill_token_s, self.mtp_s):
             if not 0 <= seconds <= MAX_SECONDS:  # nor NaN
                 raise ValueError(f"{seconds} s per token is not a valid time")
 
@@ -75,7 +75,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
             decode_token_s=min(MAX_SECONDS, self.decode_token_s * factor),
             prefill_token_s=min(MAX_SECONDS, self.prefill_token_s * prefill),
             interleaves=self.interleaves,
-            foretell_s=min(MAX_SECONDS, self.foretell_s * factor),
+            mtp_s=min(MAX_SECONDS, self.mtp_s * factor),
         )
 
     def decode_s(self, rows: int, context: float = 0) -> float:

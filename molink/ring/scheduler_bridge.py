@@ -16,7 +16,7 @@ from molink.wire.messages.codec import Buffer
 from molink.wire.messages.data_plane import (
     MAX_SLICES,
     ForcedTokens,
-    ForetoldTokens,
+    MtpDrafts,
     PooledRow,
     Release,
     SampledId,
@@ -33,7 +33,7 @@ LastStageMessage = SamplerOutput | TopLogprobs | PooledRow | Release | Tombstone
 #: request, request with drafts, and draft; probabilities take one each and one more.
 _BUDGET_BYTES, _SAMPLED_ID_BYTES, _FAILED_BYTES, _HINT_BYTES, _ID_BYTES = 4000, 25, 5, 7, 5
 #: Drafts of the last stage for a request.
-_Hint = ForcedTokens | ForetoldTokens
+_Hint = ForcedTokens | MtpDrafts
 
 
 class EmissionReceiver(Protocol):
@@ -126,14 +126,16 @@ class SchedulerBridge:
         """Drop ids outside the vocabulary, which would fail all requests of a later step."""
         sampled_ids = tuple(each for each in output.sampled if each.token < self._vocabulary)
         forced = tuple(each for each in output.forced if max(each.tokens) < self._vocabulary)
-        foretold = tuple(each for each in output.foretold if max(each.tokens) < self._vocabulary)
-        kept = len(sampled_ids) + len(forced) + len(foretold)
-        num_invalid = len(output.sampled) + len(output.forced) + len(output.foretold) - kept
+        mtp_drafts = tuple(
+            each for each in output.mtp_drafts if max(each.tokens) < self._vocabulary
+        )
+        kept = len(sampled_ids) + len(forced) + len(mtp_drafts)
+        num_invalid = len(output.sampled) + len(output.forced) + len(output.mtp_drafts) - kept
         if not num_invalid:
             return output
         self.num_invalid_ids += num_invalid
         return msgspec.structs.replace(
-            output, sampled=sampled_ids, forced=forced, foretold=foretold
+            output, sampled=sampled_ids, forced=forced, mtp_drafts=mtp_drafts
         )
 
 
@@ -166,14 +168,14 @@ class SampleCollector:
         hints = self._hints.setdefault(seq, [])
         sampled_ids += sampled.sampled
         failed.update(dict.fromkeys(sampled.failed))
-        hints += (*sampled.forced, *sampled.foretold)
+        hints += (*sampled.forced, *sampled.mtp_drafts)
         if not last:
             return [*result.tops]
         del self._sampled[seq], self._failed[seq], self._hints[seq]
         fitting = _fit_hints(hints, len(sampled_ids), len(failed))
         forced = tuple(each for each in fitting if isinstance(each, ForcedTokens))
-        foretold = tuple(each for each in fitting if isinstance(each, ForetoldTokens))
-        output = SamplerOutput(seq, tuple(sampled_ids), tuple(failed), forced, foretold)
+        mtp_drafts = tuple(each for each in fitting if isinstance(each, MtpDrafts))
+        output = SamplerOutput(seq, tuple(sampled_ids), tuple(failed), forced, mtp_drafts)
         return [*result.tops, output]
 
     def __len__(self) -> int:
@@ -190,7 +192,7 @@ def _fit_hints(hints: Sequence[_Hint], sampled: int, failed: int) -> list[_Hint]
     found = list[_Hint]()
     for each in hints:
         room -= _HINT_BYTES + _ID_BYTES * len(each.tokens)
-        if isinstance(each, ForetoldTokens):
+        if isinstance(each, MtpDrafts):
             room -= 1 + len(each.percents)
         rows += 1 + len(each.tokens)
         if room < 0 or rows > MAX_SLICES:

@@ -169,11 +169,11 @@ class VolumeBuilder:
         state.num_announced += len(blocks)
 
     def build_volume(
-        self, seq: int, *, interleaved: bool = False, foretelling: tuple[int, float] = (0, 0.0)
+        self, seq: int, *, interleaved: bool = False, mtp_bounds: tuple[int, float] = (0, 0.0)
     ) -> VolumeWithTokens:
         """Build the volume ``seq`` and record it as in flight for its requests.
 
-        ``foretelling`` are its ``max_foretold`` and ``min_probability``.
+        ``mtp_bounds`` are its ``max_mtp_drafts`` and ``min_probability``.
         """
         slices, tokens = [], list[int]()
         for pending_slice in self._slices:
@@ -200,9 +200,7 @@ class VolumeBuilder:
             state.draft_path += pending_slice.drafts
         payload = Payload("i32", (len(tokens),))
         copies = tuple(self._state_copies)
-        header = Volume(
-            seq, self.prefill, tuple(slices), payload, interleaved, copies, *foretelling
-        )
+        header = Volume(seq, self.prefill, tuple(slices), payload, interleaved, copies, *mtp_bounds)
         return VolumeWithTokens(header, tokens)
 
 

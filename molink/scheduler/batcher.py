@@ -58,7 +58,7 @@ class Batcher:
         self._controls = ControlIssuer(
             cache,
             in_flight,
-            sends_tokens=config.has_foretold_tokens,
+            sends_tokens=config.has_mtp_drafts,
             whole_images=config.whole_images,
         )
         self.micro_batches = MicroBatchCount(
@@ -128,29 +128,29 @@ class Batcher:
         for state, copy in self._newly_admitted:
             control += self._controls.issue_admission(state, copy)
             self.swap.free_copy(state)
-        foretelling = self._bound_foretelling(decode)
+        mtp_bounds = self._bound_mtp_drafts(decode)
         volumes = tuple(
-            self._issue_volume(each, now, foretelling) for each in (decode, chunk) if len(each)
+            self._issue_volume(each, now, mtp_bounds) for each in (decode, chunk) if len(each)
         )
         if len(chunk) and not len(decode):
             self._prefill_only_seqs.add(self.in_flight.last_seq)
         return MicroBatch(tuple(control), volumes) if control or volumes else None
 
-    def _bound_foretelling(self, decode: VolumeBuilder) -> tuple[int, float]:
-        """See :meth:`.Speculation.bound_foretelling`."""
-        if not self._config.has_foretold_tokens:
+    def _bound_mtp_drafts(self, decode: VolumeBuilder) -> tuple[int, float]:
+        """See :meth:`.Speculation.bound_mtp_drafts`."""
+        if not self._config.has_mtp_drafts:
             return 0, 0.0
         running = self.queues.num_running
         context = sum(len(state.tokens) for state in decode.requests) // max(1, len(decode))
         load = self._ring_load(max(1, len(decode)), max(1, running), context)
-        return self.speculation.bound_foretelling(load)
+        return self.speculation.bound_mtp_drafts(load)
 
     def _issue_volume(
-        self, builder: VolumeBuilder, now: float, foretelling: tuple[int, float]
+        self, builder: VolumeBuilder, now: float, mtp_bounds: tuple[int, float]
     ) -> VolumeWithTokens:
         interleaved = builder.prefill and self._chunks_leave_alone
         volume = builder.build_volume(
-            self.in_flight.issue_seq(), interleaved=interleaved, foretelling=foretelling
+            self.in_flight.issue_seq(), interleaved=interleaved, mtp_bounds=mtp_bounds
         )
         self.in_flight.record_volume(volume.header, now)
         return volume

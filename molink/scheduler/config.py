@@ -110,10 +110,10 @@ class SchedulerConfig:
         return 2 * self.num_stages * MAX_CHUNK_ROWS
 
     @property
-    def has_foretold_tokens(self) -> bool:
-        """Whether the last stage foretells tokens, and they are used as drafts."""
-        foretells = bool(self.profiles) and self.profiles[-1].foretell_s > 0
-        return foretells and self.num_speculative_tokens != 0
+    def has_mtp_drafts(self) -> bool:
+        """Whether the last stage has an MTP layer whose tokens are used as drafts."""
+        predicts = bool(self.profiles) and self.profiles[-1].mtp_s > 0
+        return predicts and self.num_speculative_tokens != 0
 
     def growth_blocks(self, running: int) -> int:
         """Blocks reserved for the growth of ``running`` requests before another is admitted."""

@@ -192,7 +192,7 @@ class Scheduler:
             choices.setdefault(choice.request, []).append(choice)
         failed = set(message.failed)
         forced = {each.request: each.tokens for each in message.forced}
-        foretold = {each.request: each for each in message.foretold}
+        mtp_drafts = {each.request: each for each in message.mtp_drafts}
         emissions = []
         for request_slice in slices:
             state = self._queues.get_by_id(request_slice.request)
@@ -212,8 +212,8 @@ class Scheduler:
                 emissions += self._accept_choices(state, request_slice, found, reports, now)
                 if request_slice.request in forced and state.phase != "gone":
                     self._speculation.on_forced(state, forced[request_slice.request])
-                if request_slice.request in foretold and found and state.phase != "gone":
-                    self._speculation.on_foretold(state, foretold[request_slice.request])
+                if request_slice.request in mtp_drafts and found and state.phase != "gone":
+                    self._speculation.on_mtp_drafts(state, mtp_drafts[request_slice.request])
             elif found:
                 emissions.append(
                     self._fail_request(state, "the last stage went on from wrong drafts", now)

@@ -74,7 +74,7 @@ class ModelProfile:
 
     If some layers are recurrent, ``attention_share`` of the layers have attention, and the others
     keep ``state_bytes`` of a request, as an average over all layers. The last stage has
-    ``mtp_layers`` more, which foretell tokens.
+    ``mtp_layers`` more, for MTP.
     """
 
     name: str

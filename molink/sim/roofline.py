@@ -55,7 +55,7 @@ class HostShare:
 class Roofline:
     """A stage: ``layers`` layers of ``model`` on ``device``, with logits if ``is_last``.
 
-    A last stage that foretells tokens runs that layer in each step and reads the head twice.
+    A last stage with an MTP layer runs that layer in each step and reads the head twice.
     Experts of ``host`` are read and computed there, after those of the device.
     """
 
@@ -85,7 +85,7 @@ class Roofline:
         weight, end = (
             in_blocks if device.keeps_blocks and in_blocks else usual for in_blocks, usual in kinds
         )
-        # A layer that foretells tokens has its experts on the device.
+        # An MTP layer has its experts on the device.
         self._away = away = 0.0 if host is None else host.share * layers / self._all_layers
         #: Bytes of experts in host memory.
         self.host_bytes = away * model.expert_share * weights * weight

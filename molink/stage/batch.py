@@ -44,7 +44,7 @@ class StageOutput:
     ``rows`` are those for the next stage, or logits of the last one, for which ``greedy`` has the
     result of :func:`~molink.stage.sampling.greedy.find_greedy` if it was part of a CUDA graph.
     ``normed`` are all rows of the last stage as the output head reads them (``[T, hidden_size]``),
-    if it foretells tokens.
+    if it has an MTP layer.
     """
 
     rows: Tensor

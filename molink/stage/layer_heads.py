@@ -22,7 +22,7 @@ class LayerHeads:
     def from_config(cls, config: ModelConfig, layers: tuple[int, int]) -> "LayerHeads":
         """Heads of layers ``first:last``; without attention, one kind that no layer has.
 
-        At the last stage the layer that foretells tokens comes after the others.
+        At the last stage the MTP layer comes after the others.
         """
         behind = mtp_layers(config) if layers[1] == config.layers else ()
         every = (*range(*layers), *behind)

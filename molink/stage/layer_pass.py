@@ -83,7 +83,7 @@ class LayerPass:
 
     @property
     def has_mtp(self) -> bool:
-        """Whether it foretells tokens."""
+        """Whether it has an MTP layer."""
         return self.decoder.mtp is not None
 
     def run_step(
@@ -103,12 +103,12 @@ class LayerPass:
         return self.finish_rows(rows, batch.logit_rows)
 
     def run_mtp(self, batch: MtpInput, positions: "array[int]", slots: "array[int]") -> MtpOutput:
-        """Foretell tokens after rows at ``positions``, and store their KV in ``slots``.
+        """Predict tokens after rows at ``positions``, and store their KV in ``slots``.
 
         Adapters change nothing here.
         """
         if self.decoder.mtp is None:
-            raise InvariantError("this stage has no layer that foretells tokens")
+            raise InvariantError("this stage has no MTP layer")
         context = self._prepare_context(batch.sequences, positions, slots)
         tokens = upload_integers(batch.tokens, self.device)
         normed = self.decoder.mtp(batch.normed, tokens, context)

@@ -171,7 +171,7 @@ class Stage:
 
     @property
     def has_mtp(self) -> bool:
-        """Whether :meth:`foretell_tokens` can be called."""
+        """Whether :meth:`predict_tokens` can be called."""
         return self._decoder.mtp is not None
 
     @property
@@ -317,14 +317,14 @@ class Stage:
         return tower.encode_image(pixels)
 
     @torch.inference_mode()
-    def foretell_tokens(self, batch: MtpInput) -> MtpOutput:
-        """Foretell the tokens after the next by the last stage's layer for it, and store its KV.
+    def predict_tokens(self, batch: MtpInput) -> MtpOutput:
+        """Predict the tokens after the next by the MTP layer, and store its KV.
 
         Raises:
             InvariantError: as :meth:`compute_step`, or the stage has no such layer.
         """
         if self._layer_pass is None:
-            raise InvariantError("tokens were foretold before a KV pool was allocated")
+            raise InvariantError("tokens were predicted before a KV pool was allocated")
         self._set_device()
         positions, slots, fresh = self._layer_pass.pool.locate_rows(batch.sequences)
         if not len(positions) == len(batch.normed) == len(batch.tokens):

@@ -96,7 +96,7 @@ def test_other_pooling_is_refused(
     assert not (tmp_path / "into").exists()
 
 
-def test_the_layer_that_foretells_tokens_is_kept(make_model: MakeModel, tmp_path: Path) -> None:
+def test_the_mtp_layer_is_kept(make_model: MakeModel, tmp_path: Path) -> None:
     folder = add_draft_layer(make_model(tmp_path / "model", "glm4_moe", 1))
     opened = ModelFolder.open(unpack(write_gguf(folder, tmp_path / "tiny.gguf"), tmp_path))
     before = ModelFolder.open(folder)

@@ -53,7 +53,7 @@ def test_biases_that_the_config_has_not(
         ModelFolder.open(folder)
 
 
-def test_the_last_stage_has_the_layer_that_foretells_tokens(
+def test_the_last_stage_has_the_mtp_layer(
     make_model: MakeModel, tmp_path: Path, edit_json: Callable[..., None]
 ) -> None:
     folder = add_draft_layer(make_model(tmp_path, "glm4_moe", 0))
@@ -79,9 +79,7 @@ def test_the_last_stage_has_the_layer_that_foretells_tokens(
             ModelFolder.open(folder)
 
 
-def test_layers_that_foretell_tokens_and_contradict_the_config(
-    make_model: MakeModel, tmp_path: Path
-) -> None:
+def test_mtp_layers_that_contradict_the_config(make_model: MakeModel, tmp_path: Path) -> None:
     folder = add_draft_layer(make_model(tmp_path, "glm4_moe", 0))
     path = folder / "model.safetensors"
     tensors = load(path.read_bytes())

@@ -11,8 +11,8 @@ from molink.wire.messages.data_plane import (
     MAX_SLICES,
     Channel,
     ForcedTokens,
-    ForetoldTokens,
     Frame,
+    MtpDrafts,
     RequestSlice,
     SampledId,
     SamplerOutput,
@@ -49,20 +49,20 @@ def test_last_sub_chunk_reports_all_forced_tokens() -> None:
 
 
 @pytest.mark.parametrize("slices", [1, 20, 60, MAX_SLICES])
-@pytest.mark.parametrize(("foretold", "nbytes"), [(False, 82), (True, 98)])
+@pytest.mark.parametrize(("mtp_drafts", "nbytes"), [(False, 82), (True, 98)])
 def test_drafts_fit_the_header_and_the_next_volume(
-    slices: int, foretold: bool, nbytes: int
+    slices: int, mtp_drafts: bool, nbytes: int
 ) -> None:
     large = 2**31 - 1
     choices = tuple(SampledId(large - index, large, large, -0.5) for index in range(slices))
     every = (large,) * MAX_DRAFTS
-    forced = () if foretold else tuple(ForcedTokens(each.request, every) for each in choices)
-    drafts = tuple(ForetoldTokens(each.request, every, (100,) * MAX_DRAFTS) for each in choices)
-    sampled = SamplerOutput(large, choices, (), forced, drafts if foretold else ())
+    forced = () if mtp_drafts else tuple(ForcedTokens(each.request, every) for each in choices)
+    drafts = tuple(MtpDrafts(each.request, every, (100,) * MAX_DRAFTS) for each in choices)
+    sampled = SamplerOutput(large, choices, (), forced, drafts if mtp_drafts else ())
     (found,) = SampleCollector().add_output(sampled, StepOutput(VOLUME, None, sampled), last=True)
     assert isinstance(found, SamplerOutput)
     assert found.sampled == choices
-    kept = found.foretold if foretold else found.forced
+    kept = found.mtp_drafts if mtp_drafts else found.forced
     assert len(kept) == min(slices, 8, (4000 - 25 * slices) // nbytes)
     frame = Frame(large, Channel.DECODE, large, found)
     (header,) = data_codec().encode(frame)

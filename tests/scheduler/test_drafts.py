@@ -15,8 +15,8 @@ from molink.scheduler.speculation.base import DraftProposal
 from molink.wire.messages.data_plane import (
     MAX_SLICES,
     ForcedTokens,
-    ForetoldTokens,
     History,
+    MtpDrafts,
     Release,
     RequestSlice,
     SampledId,
@@ -181,36 +181,36 @@ def test_wrong_forced_tokens_cost_only_their_rows() -> None:
     assert sent(made.next_batch(0.0)).slices[0].start == 12
 
 
-# --- tokens that the last stage foretells ---------------------------------------------------------
+# --- tokens that the last stage predicts ---------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("percents", "drafts"), [((90, 80, 70), (60, 61, 62)), ((1,), (102, 103, 104))]
 )
-def test_foretold_tokens_become_the_next_drafts(
+def test_mtp_drafts_become_the_next_drafts(
     percents: tuple[int, ...], drafts: tuple[int, ...]
 ) -> None:
-    made = make_scheduler(profiles=(Profile(foretell_s=0.001),))
+    made = make_scheduler(profiles=(Profile(mtp_s=0.001),))
     submit(made, "a")
     batch = made.next_batch(0.0)
     assert batch is not None
-    # The last stage gets the prompt, and may foretell after its first token, too.
+    # The last stage gets the prompt, and may predict after its first token, too.
     assert [each.ids for each in batch.controls if isinstance(each.body, History)] == [
         tuple(range(10))
     ]
     say(made, sent(batch), 50)
     volume = sent(made.next_batch(0.0))
-    assert (volume.max_foretold, volume.min_probability) == (3, 0.0)
+    assert (volume.max_mtp_drafts, volume.min_probability) == (3, 0.0)
     choice = SampledId(0, 11, 7)
-    foretold = ForetoldTokens(0, (60, 61, 62), percents)
-    made.on_sampled(SamplerOutput(volume.seq, (choice,), (), (), (foretold,)), {}, 0.0)
+    mtp_drafts = MtpDrafts(0, (60, 61, 62), percents)
+    made.on_sampled(SamplerOutput(volume.seq, (choice,), (), (), (mtp_drafts,)), {}, 0.0)
     made.validate()
     assert sent(made.next_batch(0.0)).slices[0].drafts == drafts
 
 
-def test_without_a_layer_for_it_no_token_is_foretold() -> None:
+def test_without_an_mtp_layer_no_token_is_predicted() -> None:
     volume = sent(prefilled().next_batch(0.0))
-    assert volume.max_foretold == 0
+    assert volume.max_mtp_drafts == 0
 
 
 # --- the end within drafts ------------------------------------------------------------------------

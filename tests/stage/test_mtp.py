@@ -1,4 +1,4 @@
-"""Tokens foretold by a model's layer for it are those of a plain reference, whole and split."""
+"""Tokens predicted by an MTP layer are those of a plain reference, whole and split."""
 
 import json
 from collections.abc import Sequence
@@ -138,20 +138,20 @@ def drafts(ring: Ring, tokens: Sequence[int], chunk: int) -> list[Tensor]:
             output = stage.compute_step(StageInput(*pair, (rows,), ()))
             given = output.rows
         assert output.normed is not None
-        made = last.foretell_tokens(
+        made = last.predict_tokens(
             MtpInput(output.normed, tokens[start + 1 : end + 1], (rows,), (end - start - 1,))
         )
         start = end
     found = [made.logits[0]]
     for position in range(start, start + STEPS - 1):
         rows = SequenceRows(position, 1, BLOCKS)
-        made = last.foretell_tokens(MtpInput(made.normed, [int(found[-1].argmax())], (rows,), (0,)))
+        made = last.predict_tokens(MtpInput(made.normed, [int(found[-1].argmax())], (rows,), (0,)))
         found.append(made.logits[0])
     return found
 
 
 @pytest.mark.parametrize(("splits", "chunk"), [((), PROMPT), ((1, 2), 8), ((2,), 1)])
-def test_foretold_tokens(model: Model, splits: Sequence[int], chunk: int) -> None:
+def test_logits_ahead(model: Model, splits: Sequence[int], chunk: int) -> None:
     ring = Ring(model.folder, splits)
     tokens = prompt()
     expected = model.plain.draft(tokens, STEPS)
@@ -166,7 +166,7 @@ def test_the_last_stage_has_kv_of_one_more_layer(model: Model) -> None:
     assert last.block_bytes(BLOCK_SIZE) == first.block_bytes(BLOCK_SIZE)
 
 
-def test_models_without_the_layer_foretell_nothing(make_model: MakeModel, tmp_path: Path) -> None:
+def test_models_without_an_mtp_layer_predict_nothing(make_model: MakeModel, tmp_path: Path) -> None:
     folder = make_model(tmp_path, "glm4_moe", 0)
     written = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     assert written["num_nextn_predict_layers"] == 1

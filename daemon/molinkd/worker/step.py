@@ -12,8 +12,8 @@ from molink.stage.device_copy import download_rows
 from molink.stage.stage import Stage
 from molink.stage.torch_dtypes import TORCH_DTYPES
 from molink.wire.messages.data_plane import RequestSlice, Volume
-from molinkd.worker.foretelling import foretell_step
 from molinkd.worker.image_rows import collect_image_rows
+from molinkd.worker.mtp_drafts import add_mtp_drafts
 from molinkd.worker.request_table import RequestTable, StageRequest
 from molinkd.worker.sampler import plan_sampling, pool_step, sample_step
 
@@ -71,7 +71,7 @@ def run_step(
         results = sample_step(step_inputs, requests, wanted, output)
         if output.normed is None:
             return results
-        return foretell_step(stage, requests, step_inputs, output.normed, results)
+        return add_mtp_drafts(stage, requests, step_inputs, output.normed, results)
     return _split_output(requests, step_inputs, output.rows)
 
 

@@ -127,7 +127,7 @@ class RequestDrafter:
     """Drafts of a request, each with its probability given that the previous ones are right.
 
     They come from ``source``, or by ``on_model_drafts`` from a draft model or a last stage that
-    foretells tokens. The probability combines the matching tokens or the model's word with the past
+    predicts tokens. The probability combines the matching tokens or the model's word with the past
     success of such drafts. ``trust`` is the probability of tokens that the last stage declares as
     forced.
     """

@@ -51,10 +51,10 @@ class RoundTripCosts:
         self._balanced_rows.clear()
 
     @property
-    def foretell_s(self) -> float:
-        """Seconds of another token that the last stage foretells."""
+    def mtp_s(self) -> float:
+        """Seconds of another token that the last stage predicts."""
         profiles = self._ring_times.profiles
-        return profiles[-1].foretell_s if profiles else 0.0
+        return profiles[-1].mtp_s if profiles else 0.0
 
     def round_trip_s(self, drafts: int, load: RingLoad, drafting_s: float = 0.0) -> float:
         """Seconds per token of a stream with ``drafts`` in its volume; 0 if unknown.

@@ -32,7 +32,7 @@ from molink.scheduler.speculation.draft_model_queue import (
 )
 from molink.scheduler.speculation.request_drafter import DraftRecord, DraftYield, RequestDrafter
 from molink.scheduler.speculation.round_trip_costs import RingLoad, RoundTripCosts
-from molink.wire.messages.data_plane import ForetoldTokens, SampledId
+from molink.wire.messages.data_plane import MtpDrafts, SampledId
 
 #: Tokens proposed at once.
 _MAX_PROPOSED = 128
@@ -82,13 +82,13 @@ class Speculation:
         each = [(state, self._drafter_of(state), _draft_room(state)) for state in requests]
         self.draft_queue.request_drafts(each, load.rounded_context)
 
-    def bound_foretelling(self, load: RingLoad) -> tuple[int, float]:
-        """How many tokens the last stage may foretell after each that it samples.
+    def bound_mtp_drafts(self, load: RingLoad) -> tuple[int, float]:
+        """How many tokens the last stage may predict after each that it samples.
 
         It stops where the probability that all are right is below the second number: each costs its
         own time and that of one more row.
         """
-        if not self._config.has_foretold_tokens:
+        if not self._config.has_mtp_drafts:
             return 0, 0.0
         if not self._auto:
             return self._config.num_speculative_tokens, 0.0
@@ -96,7 +96,7 @@ class Speculation:
         before, after = (self._costs.round_trip_s(drafts, load) for drafts in (0, 1))
         if not before:
             return 0, 0.0
-        cost = load.rows * (after - before) + self._costs.foretell_s
+        cost = load.rows * (after - before) + self._costs.mtp_s
         success = max(MIN_SUCCESS, self.draft_queue.draft_record.success_ratio)
         least = MARGIN * cost / before / success
         return (MAX_MODEL_DRAFTS, least) if least < 1 else (0, 0.0)
@@ -176,8 +176,8 @@ class Speculation:
         """Record that a grammar forces ``tokens`` after those of the request."""
         self._drafter_of(state).on_forced(len(state.tokens), tokens)
 
-    def on_foretold(self, state: RequestState, drafts: ForetoldTokens) -> None:
-        """Record what the last stage foretells after the tokens of the request."""
+    def on_mtp_drafts(self, state: RequestState, drafts: MtpDrafts) -> None:
+        """Record what the last stage predicts after the tokens of the request."""
         probabilities = tuple(percent / 100 for percent in drafts.percents)
         self._drafter_of(state).on_model_drafts(
             len(state.tokens), DraftTokens(-1, drafts.tokens, probabilities)

@@ -68,7 +68,7 @@ class AttentionShape:
     ) -> "AttentionShape":
         """Shape of a model's layers ``first:last`` that have such ``heads``, or the first one's.
 
-        Without attention, as of one with it. At the last stage the layer that foretells tokens is
+        Without attention, as of one with it. At the last stage the MTP layer is
         included.
         """
         behind = mtp_layers(config) if layers[1] == config.layers else ()

@@ -35,7 +35,7 @@ class Decoder:
     output_head: Projection | None
     embedding_scale: float = 1.0
     vision: VisionTower | None = None
-    #: Foretells tokens, at the last stage of some models.
+    #: The MTP layer, at the last stage of some models.
     mtp: MtpModule | None = None
 
     @property

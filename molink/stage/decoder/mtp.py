@@ -1,7 +1,7 @@
-"""Multi-token prediction: a layer that foretells the token after the next.
+"""Multi-token prediction: a layer that predicts the token after the next.
 
 DeepSeek-V3 (arXiv 2412.19437, §2.2). A row and the embedding of the token after it become the row
-of one more layer, and from its result the model's output head reads the token after. To foretell
+of one more layer, and from its result the model's output head reads the token after. To predict
 more tokens, the layer goes on from its own rows and tokens. As in SGLang and vLLM, it starts from
 rows after the model's last norm.
 """

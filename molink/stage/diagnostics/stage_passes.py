@@ -84,11 +84,11 @@ class StagePasses:
             [SequenceRows(before, rows, self._block_table(before + rows, 0))], (rows - 1,)
         )
 
-    def run_foretelling(self) -> None:
-        """Foretell one more token of one request."""
+    def run_mtp(self) -> None:
+        """Predict one more token of one request."""
         rows = SequenceRows(0, 1, self._block_table(1, 0))
         normed = self._hidden[:1].to(self._stage.device)
-        self._foretell(normed, [rows], (0,))
+        self._run_mtp(normed, [rows], (0,))
         self._synchronize()
 
     def capture_graphs(self) -> None:
@@ -111,13 +111,11 @@ class StagePasses:
         if self._stage.device.type == "cuda":
             torch.cuda.synchronize(self._stage.device)
 
-    def _foretell(
+    def _run_mtp(
         self, normed: torch.Tensor, sequences: Sequence[SequenceRows], wanted: Sequence[int]
     ) -> None:
         tokens = self._tokens[: len(normed)].tolist()
-        made = self._stage.foretell_tokens(
-            MtpInput(normed, tokens, tuple(sequences), tuple(wanted))
-        )
+        made = self._stage.predict_tokens(MtpInput(normed, tokens, tuple(sequences), tuple(wanted)))
         find_likeliest(made.logits)
 
     def _run_pass(self, sequences: Sequence[SequenceRows], wanted: Sequence[int]) -> None:
@@ -137,7 +135,7 @@ class StagePasses:
             else:
                 output.rows.cpu()  # as for sending
             if output.normed is not None:
-                self._foretell(output.normed, sequences, wanted)
+                self._run_mtp(output.normed, sequences, wanted)
             self._synchronize()
         except Exception as error:
             if not is_out_of_memory(error):

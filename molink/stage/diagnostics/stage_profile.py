@@ -21,8 +21,8 @@ log = logging.getLogger(__name__)
 
 #: Maximum seconds of measuring; a very slow stage measures the smallest passes only.
 MAX_PROFILING_S = 3.0
-#: Trials of foretelling a token, and the least time of one: 0 means that there is none.
-_FORETELLING_RUNS, _MIN_S = 5, 1e-6
+#: Trials of predicting a token, and the least time of one: 0 means that there is none.
+_MTP_RUNS, _MIN_S = 5, 1e-6
 #: Rises with every change of measuring, or of kernels that the key doesn't name.
 _FORMAT_VERSION = 7
 
@@ -56,18 +56,16 @@ def profile_stage(
                 "profile scaled from other layers: one decode row should take %.1f ms",
                 1e3 * predicted.decode_s(1),
             )
-            # Of other stages, only the last one foretells tokens.
+            # Of other stages, only the last one predicts tokens.
             layers = stage.layers[1] - stage.layers[0] + 2
-            foretell_s = predicted.decode_s(1) / layers if stage.has_mtp else 0.0
-            return msgspec.structs.replace(predicted, foretell_s=foretell_s)
+            mtp_s = predicted.decode_s(1) / layers if stage.has_mtp else 0.0
+            return msgspec.structs.replace(predicted, mtp_s=mtp_s)
     begin = time.perf_counter()
     with StagePasses(stage, kv_bytes, block_size) as passes:
         passes.capture_graphs()
         measured = measure_profile(passes, time.perf_counter, seconds, _pass_timer(stage))
-        foretell_s = _time_foretelling(passes, _pass_timer(stage)) if stage.has_mtp else 0.0
-    profile = msgspec.structs.replace(
-        measured, interleaves=stage.interleaves, foretell_s=foretell_s
-    )
+        mtp_s = _time_mtp(passes, _pass_timer(stage)) if stage.has_mtp else 0.0
+    profile = msgspec.structs.replace(measured, interleaves=stage.interleaves, mtp_s=mtp_s)
     log.info(
         "measured in %.1f s: one decode row takes %.1f ms, a chunk of %d rows %.1f ms, tile %d",
         time.perf_counter() - begin,
@@ -81,12 +79,12 @@ def profile_stage(
     return profile
 
 
-def _time_foretelling(passes: StagePasses, timer: Callable[[], float]) -> float:
-    """Seconds of another token that the last stage foretells; the quickest of a few."""
+def _time_mtp(passes: StagePasses, timer: Callable[[], float]) -> float:
+    """Seconds of another token that the last stage predicts; the quickest of a few."""
     taken = []
-    for _ in range(_FORETELLING_RUNS):
+    for _ in range(_MTP_RUNS):
         begin = timer()
-        passes.run_foretelling()
+        passes.run_mtp()
         taken.append(timer() - begin)
     return max(_MIN_S, min(taken))
 

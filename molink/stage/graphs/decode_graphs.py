@@ -78,7 +78,7 @@ class DecodeGraphs:
             dtype=residual_dtype(layers.dtype) if layers.is_last else layers.wire_dtype,
             device=device,
         )
-        # Rows from which tokens are foretold have to stay.
+        # Rows from which tokens are predicted have to stay.
         has_logits = layers.is_last and not layers.has_mtp
         rows = min(rows, GRAPH_LOGIT_ROWS) if has_logits else 0
         self._logits = torch.zeros(rows, config.vocab_size, device=device)

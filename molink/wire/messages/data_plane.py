@@ -141,7 +141,7 @@ class Admit(LeanMessage, frozen=True, tag="admit"):
 class History(LeanMessage, frozen=True, tag="history"):
     """Tokens of a request from position ``first`` (payload ``i32 [n]``).
 
-    Sent after :class:`Admit`, only for penalties or if the last stage foretells tokens. Positions
+    Sent after :class:`Admit`, only for penalties or if the last stage has an MTP layer. Positions
     from ``Admit.prompt_tokens`` on count as generated; a resubmitted request has some.
     """
 
@@ -254,9 +254,9 @@ class Volume(LeanMessage, frozen=True, tag="volume"):
     interleaved: bool = False
     #: Snapshots for the prefix cache, at the ends of slices.
     state_copies: Annotated[tuple[StateCopy, ...], msgspec.Meta(max_length=MAX_SLICES)] = ()
-    #: Tokens that the last stage may foretell after each sampled one, while the probability that
+    #: Tokens that the last stage may predict after each sampled one, while the probability that
     #: all are right is at least ``min_probability``.
-    max_foretold: Annotated[int, msgspec.Meta(ge=0, le=MAX_DRAFTS)] = 0
+    max_mtp_drafts: Annotated[int, msgspec.Meta(ge=0, le=MAX_DRAFTS)] = 0
     min_probability: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
 
     @property
@@ -365,7 +365,7 @@ class ForcedTokens(LeanMessage, frozen=True, tag=False):
     tokens: Annotated[tuple[Index, ...], msgspec.Meta(min_length=1, max_length=MAX_DRAFTS)]
 
 
-class ForetoldTokens(LeanMessage, frozen=True, tag=False):
+class MtpDrafts(LeanMessage, frozen=True, tag=False):
     """The last stage's drafts after the last ``SampledId`` of a request.
 
     ``percents`` are the probabilities of each if the previous ones are right.
@@ -384,14 +384,14 @@ class SamplerOutput(LeanMessage, frozen=True, tag="sampled"):
 
     A slice with drafts yields the accepted ones in order and the token after them; a wrong
     lookahead slice yields nothing. ``failed`` lists requests with unusable logits (NaN). Two are
-    hints: ``forced`` has drafts that are certainly right, ``foretold`` those of a layer for it.
+    hints: ``forced`` has drafts that are certainly right, ``mtp_drafts`` those of an MTP layer.
     """
 
     seq: Seq
     sampled: Annotated[tuple[SampledId, ...], msgspec.Meta(max_length=MAX_SLICES)] = ()
     failed: Annotated[tuple[RequestId, ...], msgspec.Meta(max_length=MAX_SLICES)] = ()
     forced: Annotated[tuple[ForcedTokens, ...], msgspec.Meta(max_length=MAX_SLICES)] = ()
-    foretold: Annotated[tuple[ForetoldTokens, ...], msgspec.Meta(max_length=MAX_SLICES)] = ()
+    mtp_drafts: Annotated[tuple[MtpDrafts, ...], msgspec.Meta(max_length=MAX_SLICES)] = ()
 
 
 class Padding(LeanMessage, frozen=True, tag="probe"):

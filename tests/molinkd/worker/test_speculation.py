@@ -292,10 +292,10 @@ def test_a_draft_model_with_few_blocks_changes_no_answer(
     assert counters["scheduler_preemptions_total"] > 0
 
 
-# --- tokens that the last stage foretells ---------------------------------------------------------
+# --- tokens that the last stage predicts ---------------------------------------------------------
 
-#: As of other stages; another foretold token takes 1 ms.
-LAST_STAGE = msgspec.structs.replace(STAGE, foretell_s=0.001)
+#: As of other stages; another MTP draft takes 1 ms.
+LAST_STAGE = msgspec.structs.replace(STAGE, mtp_s=0.001)
 
 
 class NoDrafts:
@@ -305,7 +305,7 @@ class NoDrafts:
         return DraftProposal()
 
 
-def foretold(
+def mtp_drafts(
     stages: Sequence[Stage], drafts: int, **asked: Any
 ) -> tuple[dict[str, list[OutputToken]], dict[str, float]]:
     profiles = (STAGE, STAGE, LAST_STAGE)
@@ -321,7 +321,7 @@ def random_mtp(make_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Seq
 
 @pytest.fixture(scope="module")
 def right_mtp(make_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Sequence[Stage]:
-    """A model whose next token depends on the last one only, so that one layer can foretell it."""
+    """A model whose next token depends on the last one only, so that one layer can predict it."""
     made = make_model(tmp_path_factory.mktemp("right"), "glm4_moe", first_k_dense_replace=4)
     path = add_draft_layer(made) / "model.safetensors"
     tensors = load(path.read_bytes())
@@ -345,31 +345,29 @@ def right_mtp(make_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Sequ
 
 
 @pytest.mark.parametrize(("count", "source"), [(3, NoDrafts), (AUTO_DRAFTS, PromptLookup)])
-def test_foretold_tokens_change_no_answer(
-    random_mtp: Sequence[Stage], count: int, source: Any
-) -> None:
+def test_mtp_drafts_change_no_answer(random_mtp: Sequence[Stage], count: int, source: Any) -> None:
     without, _ = answers(random_mtp, 0, count=12)
-    found, counters = foretold(random_mtp, count, source=source, count=12)
+    found, counters = mtp_drafts(random_mtp, count, source=source, count=12)
     assert plain(found) == plain(without)
     assert counters["scheduler_draft_tokens_total"] > 20
 
 
 @pytest.mark.parametrize("count", [1, 5, AUTO_DRAFTS])
-def test_right_foretold_tokens_change_no_answer(right_mtp: Sequence[Stage], count: int) -> None:
+def test_right_mtp_drafts_change_no_answer(right_mtp: Sequence[Stage], count: int) -> None:
     without, before = answers(right_mtp, 0, asked=(0, 1, 2))
-    found, counters = foretold(right_mtp, count, asked=(0, 1, 2))
+    found, counters = mtp_drafts(right_mtp, count, asked=(0, 1, 2))
     assert plain(found) == plain(without)
     assert counters["scheduler_draft_tokens_accepted_total"] > 20
     assert counters["scheduler_volumes_total"] < before["scheduler_volumes_total"]
 
 
 @pytest.mark.parametrize(("count", "ahead"), [(1, 0), (2, 3), (8, 0)])
-def test_greedy_foretold_tokens_are_all_right(
+def test_greedy_mtp_drafts_are_all_right(
     right_mtp: Sequence[Stage], count: int, ahead: int
 ) -> None:
     only: Any = {"samplings": ["greedy"], "asked": (1, 2)}
     without, before = answers(right_mtp, 0, **only)
-    found, counters = foretold(right_mtp, count, lookahead_volumes=ahead, **only)
+    found, counters = mtp_drafts(right_mtp, count, lookahead_volumes=ahead, **only)
     assert plain(found) == plain(without)
     accepted = counters["scheduler_draft_tokens_accepted_total"]
     # What lies behind the end of an answer is not verified.
@@ -377,10 +375,10 @@ def test_greedy_foretold_tokens_are_all_right(
     assert counters["seconds"] < 0.75 * before["seconds"]
 
 
-def test_few_blocks_and_foretold_tokens(right_mtp: Sequence[Stage]) -> None:
+def test_few_blocks_and_mtp_drafts(right_mtp: Sequence[Stage]) -> None:
     only: Any = {"samplings": ["penalties", "greedy"]}
     without, _ = answers(right_mtp, 0, **only)
-    found, counters = foretold(right_mtp, 5, num_blocks=14, **only)
+    found, counters = mtp_drafts(right_mtp, 5, num_blocks=14, **only)
     assert plain(found) == plain(without)
     assert counters["scheduler_preemptions_total"] > 0
     assert counters["scheduler_draft_tokens_accepted_total"] > 0

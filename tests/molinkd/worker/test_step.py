@@ -156,7 +156,7 @@ def test_top_logprobs_come_with_their_token(folder: ModelFolder) -> None:
 
 
 @pytest.mark.parametrize("stray", [1 << 30, -7])
-def test_tokens_that_a_model_lacks_fail_no_foretelling(
+def test_tokens_that_a_model_lacks_fail_no_drafting(
     make_model: Any, tmp_path: Path, stray: int
 ) -> None:
     """A prompt's next token may stand for an image, or be a hostile scheduler's."""

@@ -606,7 +606,7 @@ def test_graphs_of_few_rows_find_the_likeliest_tokens(
     assert counted.seen == [] or count > 16
 
 
-def test_graphs_keep_the_rows_from_which_tokens_are_foretold(
+def test_graphs_keep_the_rows_from_which_tokens_are_predicted(
     make_model: MakeModel, tmp_path: Path, captures: Callable[..., Any]
 ) -> None:
     folder = make_model(tmp_path, "mimo", 4)
@@ -619,11 +619,11 @@ def test_graphs_keep_the_rows_from_which_tokens_are_foretold(
             output = stage.compute_step(StageInput(torch.tensor([7 + position]), None, rows, (0,)))
             assert output.normed is not None
             kept = output.normed.clone()
-            foretold = stage.foretell_tokens(MtpInput(kept, [8 + position], rows, (0,)))
+            predicted = stage.predict_tokens(MtpInput(kept, [8 + position], rows, (0,)))
             while stage.capture_next_graph():
                 pass
         assert not with_graphs or made[0].replayed > 0
-        found.append((kept, output.rows.clone(), foretold.logits))
+        found.append((kept, output.rows.clone(), predicted.logits))
     for mine, theirs in zip(*found, strict=True):
         torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
 

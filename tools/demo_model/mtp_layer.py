@@ -1,4 +1,4 @@
-"""A layer that foretells tokens (MTP), trained beside a finished model, in MiMo's layout.
+"""A layer for multi-token prediction (MTP), trained beside a finished model, in MiMo's layout.
 
 It learns what the model would say next, from the model's own probabilities, for several tokens
 ahead. As when it is used, it goes on from its own rows: the row for each further token attends to
@@ -43,7 +43,7 @@ _AHEAD, _FADING = 3, 0.8
 _PREFIX = "model.mtp_layers.0."
 
 
-class Foreteller(nn.Module):
+class MtpLayer(nn.Module):
     """The weights of MiMo's MTP layer."""
 
     def __init__(self, network: Qwen2ForCausalLM) -> None:
@@ -67,8 +67,8 @@ class Foreteller(nn.Module):
         }
 
 
-def foretell(
-    foreteller: Foreteller, network: Qwen2ForCausalLM, rows: Tensor, ids: Tensor, ahead: int
+def predict_ahead(
+    mtp_layer: MtpLayer, network: Qwen2ForCausalLM, rows: Tensor, ids: Tensor, ahead: int
 ) -> Iterator[Tensor]:
     """Rows ``[B, T, hidden]`` from which token ``i + 2``, then ``i + 3`` … follows row ``i``.
 
@@ -76,17 +76,17 @@ def foretell(
     """
     count = rows.shape[1]
     keys, values = list[Tensor](), list[Tensor]()
-    layer = foreteller.layer
+    layer = mtp_layer.layer
     for step in range(ahead):
         embedded = network.model.embed_tokens(ids[:, step + 1 : step + 1 + count])
-        both = [foreteller.hidden_layernorm(rows), foreteller.token_layernorm(embedded)]
-        rows = foreteller.input_proj(torch.cat(both, dim=-1))
+        both = [mtp_layer.hidden_layernorm(rows), mtp_layer.token_layernorm(embedded)]
+        rows = mtp_layer.input_proj(torch.cat(both, dim=-1))
         positions = torch.arange(step, step + count)[None]
         angles = network.model.rotary_emb(rows, positions)
         attended = _attend(layer.self_attn, layer.input_layernorm(rows), angles, keys, values)
         rows = rows + attended
         rows = rows + layer.mlp(layer.post_attention_layernorm(rows))
-        rows = foreteller.final_layernorm(rows)
+        rows = mtp_layer.final_layernorm(rows)
         yield rows
 
 
@@ -123,24 +123,24 @@ def _attend(
 
 
 def _compute_losses(
-    foreteller: Foreteller, network: Qwen2ForCausalLM, ids: Tensor, weights: Tensor
+    mtp_layer: MtpLayer, network: Qwen2ForCausalLM, ids: Tensor, weights: Tensor
 ) -> list[Tensor]:
-    """For each token ahead, how far the foretold probabilities are from the model's own."""
+    """For each token ahead, how far the predicted probabilities are from the model's own."""
     with torch.autocast("cpu", torch.bfloat16):
         with torch.no_grad():
             rows = network.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
             taught = network.lm_head(rows).float().softmax(dim=-1)
         count, losses = rows.shape[1] - _AHEAD, list[Tensor]()
-        steps = foretell(foreteller, network, rows[:, :count], ids, _AHEAD)
+        steps = predict_ahead(mtp_layer, network, rows[:, :count], ids, _AHEAD)
         for step, made in enumerate(steps, 1):
-            foretold = network.lm_head(made).float().log_softmax(dim=-1)
+            predicted = network.lm_head(made).float().log_softmax(dim=-1)
             wanted = weights[:, step + 1 : step + 1 + count]
-            each = -(taught[:, step : step + count] * foretold).sum(dim=-1)
+            each = -(taught[:, step : step + count] * predicted).sum(dim=-1)
             losses.append((each * wanted).sum() / wanted.sum())
     return losses
 
 
-def train_foreteller(folder: Path, base: Path, plan: Plan, conversations: int) -> None:
+def train_mtp_layer(folder: Path, base: Path, plan: Plan, conversations: int) -> None:
     """Train a layer for the model in ``base``; write both into ``folder``.
 
     Progress goes to stderr as JSON lines: the losses of each token ahead.
@@ -149,17 +149,17 @@ def train_foreteller(folder: Path, base: Path, plan: Plan, conversations: int) -
     torch.use_deterministic_algorithms(True)
     network = load_network(base)
     network.requires_grad_(False)
-    foreteller = Foreteller(network)
+    mtp_layer = MtpLayer(network)
     talks = select_conversations("train", conversations, plan.seed)
     pool = make_samples(load_tokenizer(base), talks)
-    optimizers = make_optimizers(foreteller, plan)
+    optimizers = make_optimizers(mtp_layer, plan)
     started = time.monotonic()
     for step, (ids, weights) in enumerate(islice(make_batches(pool, plan.seed), plan.steps)):
         set_rate(optimizers, step, plan)
-        losses = _compute_losses(foreteller, network, ids, weights)
+        losses = _compute_losses(mtp_layer, network, ids, weights)
         total = sum((loss * _FADING**ahead for ahead, loss in enumerate(losses)), torch.zeros(()))
         torch.autograd.backward(total)
-        nn.utils.clip_grad_norm_(foreteller.parameters(), 1.0)
+        nn.utils.clip_grad_norm_(mtp_layer.parameters(), 1.0)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -170,11 +170,11 @@ def train_foreteller(folder: Path, base: Path, plan: Plan, conversations: int) -
                 "seconds": round(time.monotonic() - started, 1),
             }
             print(json.dumps(line), file=sys.stderr, flush=True)
-    save_foreteller(foreteller, base, folder)
+    save_mtp_layer(mtp_layer, base, folder)
 
 
-def save_foreteller(foreteller: Foreteller, base: Path, folder: Path) -> None:
-    """Write the model of ``base`` with a layer that foretells tokens into ``folder``."""
+def save_mtp_layer(mtp_layer: MtpLayer, base: Path, folder: Path) -> None:
+    """Write the model of ``base`` with an MTP layer into ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("generation_config.json", "tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(base / name, folder / name)
@@ -189,6 +189,6 @@ def save_foreteller(foreteller: Foreteller, base: Path, folder: Path) -> None:
     every = load_file(base / "model.safetensors")
     every |= {
         name: tensor.detach().to(torch.bfloat16).contiguous()
-        for name, tensor in foreteller.tensors().items()
+        for name, tensor in mtp_layer.tensors().items()
     }
     save_file(every, folder / "model.safetensors", metadata={"format": "pt"})

@@ -12,15 +12,15 @@ from molink.stage.batch import MtpInput, MtpOutput, SequenceRows
 from molink.stage.device_copy import upload_integers
 from molink.stage.sampling.greedy import find_likeliest
 from molink.stage.stage import Stage
-from molink.wire.messages.data_plane import ForetoldTokens, RequestSlice, Volume
+from molink.wire.messages.data_plane import MtpDrafts, RequestSlice, Volume
 from molinkd.worker.request_table import RequestTable, StageRequest
 
 
 @dataclass(slots=True)
-class _ForetoldSlice:
+class _DraftedSlice:
     """The rows of a slice whose next ``tokens`` are known; ``first_row`` is its first in the step.
 
-    Up to ``max_drafts`` are foretold after these.
+    Up to ``max_drafts`` are predicted after these.
     """
 
     volume: Volume
@@ -42,7 +42,7 @@ class _ForetoldSlice:
 
     @property
     def next_row(self) -> SequenceRows:
-        """The row of its latest draft but one, from which the next is foretold."""
+        """The row of its latest draft but one, from which the next is predicted."""
         return self._make_rows(self._next_position, 1)
 
     def add_draft(self, token: int, probability: float) -> None:
@@ -54,7 +54,7 @@ class _ForetoldSlice:
             self.max_drafts = 0
 
     def wants_more(self, block_size: int, max_model_len: int) -> bool:
-        """Whether to foretell another draft, and the row for it has a block."""
+        """Whether to predict another draft, and the row for it has a block."""
         room = min(len(self.request.blocks) * block_size, max_model_len)
         return (
             len(self.drafts) < self.max_drafts
@@ -70,7 +70,7 @@ class _ForetoldSlice:
         return SequenceRows(start, count, self.request.blocks, self.request.max_positions)
 
 
-def foretell_step(
+def add_mtp_drafts(
     stage: Stage,
     requests: RequestTable,
     step_inputs: Sequence[StepInput],
@@ -96,7 +96,7 @@ def foretell_step(
         ]
         active = [active[index] for index in going]
         if active:
-            made = stage.foretell_tokens(
+            made = stage.predict_tokens(
                 MtpInput(
                     made.normed.index_select(0, upload_integers(going, made.normed.device)),
                     [one.drafts[-1] for one in active],
@@ -107,7 +107,7 @@ def foretell_step(
     return [_add_drafts(result, found) for result in results]
 
 
-def _run_rows(stage: Stage, found: Sequence[_ForetoldSlice], normed: Tensor) -> MtpOutput:
+def _run_rows(stage: Stage, found: Sequence[_DraftedSlice], normed: Tensor) -> MtpOutput:
     """Store the KV of all slices' rows; the result has the last one of each that wants drafts."""
     rows, tokens, wanted = list[int](), list[int](), list[int]()
     size = stage.config.vocab_size
@@ -121,13 +121,13 @@ def _run_rows(stage: Stage, found: Sequence[_ForetoldSlice], normed: Tensor) -> 
     if len(rows) < len(normed):
         normed = normed.index_select(0, upload_integers(rows, normed.device))
     sequences = tuple(sequence for one in found for sequence in one.sequences)
-    return stage.foretell_tokens(MtpInput(normed, tokens, sequences, tuple(wanted)))
+    return stage.predict_tokens(MtpInput(normed, tokens, sequences, tuple(wanted)))
 
 
 def _find_slices(
     requests: RequestTable, step_inputs: Sequence[StepInput], results: Sequence[StepOutput]
-) -> list[_ForetoldSlice]:
-    found, first = list[_ForetoldSlice](), 0
+) -> list[_DraftedSlice]:
+    found, first = list[_DraftedSlice](), 0
     for step_input, result in zip(step_inputs, results, strict=True):
         volume = step_input.volume
         sampled = {
@@ -139,8 +139,8 @@ def _find_slices(
             tokens = [] if state.failed else _find_next_tokens(rows, state, sampled)
             if tokens:
                 is_sampled = (rows.request, rows.start + len(tokens)) in sampled
-                most = volume.max_foretold if is_sampled else 0
-                found.append(_ForetoldSlice(volume, rows, state, first, tokens, most))
+                most = volume.max_mtp_drafts if is_sampled else 0
+                found.append(_DraftedSlice(volume, rows, state, first, tokens, most))
             first += rows.count
     return found
 
@@ -160,9 +160,9 @@ def _find_next_tokens(
     return found
 
 
-def _add_drafts(result: StepOutput, found: Sequence[_ForetoldSlice]) -> StepOutput:
+def _add_drafts(result: StepOutput, found: Sequence[_DraftedSlice]) -> StepOutput:
     drafts = tuple(
-        ForetoldTokens(
+        MtpDrafts(
             one.request_slice.request,
             tuple(one.drafts),
             tuple(max(1, round(100 * probability)) for probability in one.probabilities),
@@ -172,5 +172,5 @@ def _add_drafts(result: StepOutput, found: Sequence[_ForetoldSlice]) -> StepOutp
     )
     if not drafts or result.sampled is None:
         return result
-    sampled = msgspec.structs.replace(result.sampled, foretold=drafts)
+    sampled = msgspec.structs.replace(result.sampled, mtp_drafts=drafts)
     return msgspec.structs.replace(result, sampled=sampled)
