@@ -82,6 +82,7 @@ class EmulatedConfig:
     keeps_states: bool = False
     short_context: int = 0
     adapters: tuple[Adapter, ...] = ()
+    vision: None = None
 
 
 @dataclass(frozen=True, slots=True)
