@@ -35,9 +35,10 @@ class ApiSettings:
     cors_origins: tuple[str, ...] = ()
     share_prefix_cache: bool = False
     max_body_bytes: int = 2 * MIB
-    #: The same while a served model takes images, and how many bodies may be that large at once.
+    #: The same while a served model takes images, and what such bodies and the pixels of images may
+    #: take together.
     max_image_body_bytes: int = 32 * MIB
-    max_image_bodies: int = 8
+    max_image_bytes: int = 1024 * MIB
     max_connections: int = 512
     #: Maximum number of bodies received at once.
     max_concurrent_bodies: int = 64
@@ -76,7 +77,7 @@ class ApiSettings:
         bounds = (
             self.max_body_bytes,
             self.max_image_body_bytes,
-            self.max_image_bodies,
+            self.max_image_bytes,
             self.max_connections,
             self.max_concurrent_bodies,
             self.max_choices,

@@ -18,6 +18,7 @@ from molinkd.api.chat_page import ChatPage
 from molinkd.api.connections import PROBE_PATHS, EndpointProtocol, assign_request_id, get_request_id
 from molinkd.api.generation_handler import GenerationHandler, RunningAnswers
 from molinkd.api.ignored_fields import add_ignored_fields
+from molinkd.api.image_memory import ImageMemory
 from molinkd.api.lm_studio import LMStudioRoutes
 from molinkd.api.metrics import RequestRecorder, create_registry, render_metrics
 from molinkd.api.model_catalog import ModelCatalog
@@ -69,13 +70,14 @@ def create_app(
     disconnect cancels its generation.
     """
     recorder = RequestRecorder()
-    shell = _Middleware(AccessGuard(settings), recorder, settings)
+    image_memory = ImageMemory(settings.max_image_bytes)
+    shell = _Middleware(AccessGuard(settings), recorder, settings, image_memory)
     app = web.Application(middlewares=[shell.handle_request])
     app[BODIES] = bodies = BodyReader(
-        settings, lambda: any(model.sees_images for model in backend.list_models())
+        settings, image_memory, lambda: any(model.sees_images for model in backend.list_models())
     )
     catalog = ModelCatalog(backend, settings.tool_call_parser)
-    generator = GenerationHandler(backend, settings, recorder, reader, catalog)
+    generator = GenerationHandler(backend, settings, recorder, reader, catalog, image_memory)
     app[ANSWERS] = generator.running_answers
     pooler = PoolingHandler(
         backend,
@@ -110,9 +112,14 @@ class _Middleware:
     """Middleware: authentication, error envelopes, metrics."""
 
     def __init__(
-        self, guard: AccessGuard, recorder: RequestRecorder, settings: ApiSettings
+        self,
+        guard: AccessGuard,
+        recorder: RequestRecorder,
+        settings: ApiSettings,
+        image_memory: ImageMemory,
     ) -> None:
         self._guard = guard
+        self._image_memory = image_memory
         self._recorder = recorder
         self._settings = settings
 
@@ -132,6 +139,7 @@ class _Middleware:
         except ConnectionError:
             raise asyncio.CancelledError from None
         finally:
+            self._image_memory.release_request(request)
             if connection is not None:
                 connection.on_request_end()
             resource = request.match_info.route.resource

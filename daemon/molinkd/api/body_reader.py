@@ -7,9 +7,10 @@ from typing import TypeVar
 import msgspec
 from aiohttp import web
 
-from molink.errors import Overloaded, RequestError
+from molink.errors import RequestError
 from molinkd.api.api_settings import ApiSettings
 from molinkd.api.ignored_fields import IgnoredFieldsReporter
+from molinkd.api.image_memory import ImageMemory
 from molinkd.api.openai.schema import decode_body
 from molinkd.api.problem import Problem, ProblemError
 
@@ -23,12 +24,16 @@ class BodyReader:
     sooner than one on a slow line.
     """
 
-    def __init__(self, settings: ApiSettings, sees_images: Callable[[], bool]) -> None:
-        """``sees_images`` tells whether a served model takes images, so that bodies are larger."""
+    def __init__(
+        self, settings: ApiSettings, image_memory: ImageMemory, sees_images: Callable[[], bool]
+    ) -> None:
+        """``sees_images`` tells whether a served model takes images, so that bodies are larger.
+
+        These count in ``image_memory``.
+        """
         self._settings = settings
         self._sees_images = sees_images
-        #: Incomplete bodies that are larger than those without images.
-        self._num_large = 0
+        self._image_memory = image_memory
         #: One timeout for each incomplete body; it expires when the body is too late.
         self._deadlines: set[asyncio.Timeout] = set()
         self._ignored_fields = IgnoredFieldsReporter()
@@ -50,7 +55,7 @@ class BodyReader:
 
         Raises:
             ProblemError: the body is too large or arrives too slowly.
-            Overloaded: other bodies are as large.
+            Overloaded: others' images take all memory.
             RequestError: the body is malformed.
             ConnectionError: the client disconnected.
         """
@@ -71,7 +76,7 @@ class BodyReader:
                     if len(data) > limit:
                         raise _too_large(limit)
                     if not is_large and len(data) > settings.max_body_bytes:
-                        self._admit_large()
+                        self._image_memory.add_bytes(request, limit)
                         is_large = True
                     deadline.reschedule(begin + len(data) / settings.min_body_rate)
         except TimeoutError:
@@ -84,7 +89,8 @@ class BodyReader:
             raise RequestError(f"the body is malformed: {error}") from None
         finally:
             self._deadlines.discard(deadline)
-            self._num_large -= is_large
+        if is_large:
+            self._image_memory.add_bytes(request, len(data) - limit)
         return bytes(data)
 
     @property
@@ -93,11 +99,6 @@ class BodyReader:
         if not self._sees_images():
             return settings.max_body_bytes
         return max(settings.max_body_bytes, settings.max_image_body_bytes)
-
-    def _admit_large(self) -> None:
-        if self._num_large >= self._settings.max_image_bodies:
-            raise Overloaded("too many large requests arrive at once")
-        self._num_large += 1
 
     def drop_slowest(self) -> bool:
         """Drop the body that is furthest behind; ``False`` if there is none."""

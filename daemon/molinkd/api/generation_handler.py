@@ -19,6 +19,7 @@ from molinkd.api.backend import Backend, ServedModel
 from molinkd.api.cache_salts import CacheSalts
 from molinkd.api.event_stream import EventStream, find_stream_problem
 from molinkd.api.generation_runner import Usage, generate_all
+from molinkd.api.image_memory import ImageMemory
 from molinkd.api.metrics import RequestRecorder
 from molinkd.api.model_catalog import ModelCatalog
 from molinkd.api.openai.encoder import ResponseEncoder
@@ -100,12 +101,14 @@ class GenerationHandler:
         recorder: RequestRecorder,
         reader: PromptTokenizer,
         catalog: ModelCatalog,
+        image_memory: ImageMemory,
     ) -> None:
         self._backend = backend
         self._settings = settings
         self._recorder = recorder
         self._prompt_tokenizer = reader
         self._catalog = catalog
+        self._image_memory = image_memory
         self._cache_salts = CacheSalts(is_shared=settings.share_prefix_cache)
         self.running_answers = RunningAnswers()
 
@@ -155,6 +158,8 @@ class GenerationHandler:
             tokenized = await self._prompt_tokenizer.tokenize_prompts(
                 client_name(request), loaded_model, client_request.body
             )
+            images = (image for prompt in tokenized.prompts for image in prompt.images)
+            self._image_memory.add_bytes(request, sum(len(image.pixels) for image in images))
             plan = make_plan(
                 client_request.body,
                 loaded_model,

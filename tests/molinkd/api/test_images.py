@@ -1,5 +1,6 @@
 """Images in all protocols: decoded for a model that sees, refused for others."""
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -157,3 +158,32 @@ async def test_bodies_with_images_may_be_larger(
         async with serve(served, settings) as client:
             response = await client.post("/v1/chat/completions", json={"model": "tiny", **large})
             assert response.status == status, await response.text()
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {"max_image_bytes": 2 * 64 * 64 * 3 - 1},
+        # While it arrives, a body counts as the largest.
+        {"max_image_bytes": 50_000, "max_body_bytes": 1024, "max_image_body_bytes": 40_000},
+    ],
+    ids=["pixels", "bodies"],
+)
+async def test_images_of_running_requests_are_bounded(
+    serve: Any, eyes: FakeBackend, limits: dict[str, int]
+) -> None:
+    body = {"model": "tiny", "max_tokens": 1}
+    body |= chat(f"data:;base64,{encode_picture(make_picture(90, 90))}")
+    eyes.gate = gate = asyncio.Semaphore(0)
+    client: TestClient
+    async with asyncio.timeout(30), serve(eyes, ApiSettings(**limits)) as client:
+        first = asyncio.create_task(client.post("/v1/chat/completions", json=body))
+        await eyes.until_running(1)
+        refused = await client.post("/v1/chat/completions", json=body)
+        assert "memory for images" in await refused.text()
+        assert refused.status == 429
+        eyes.gate = None
+        gate.release()
+        assert (await first).status == 200
+        again = await client.post("/v1/chat/completions", json=body)
+        assert again.status == 200, await again.text()
