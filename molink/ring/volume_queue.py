@@ -216,9 +216,11 @@ class VolumeQueue:
     def __init__(
         self, complete: SeqSet, sub_chunk_policy: SubChunkPolicy, find_images: FindImages
     ) -> None:
-        """``find_images`` returns the images of a request whose rows run in one step."""
+        """``complete`` is the stage's set of complete numbers; the scoreboard adds to it.
+
+        ``find_images`` returns the images of a request whose rows run in one step.
+        """
         self._find_images = find_images
-        """``complete`` is the stage's set of complete numbers; the scoreboard adds to it."""
         self._complete = complete
         self._sub_chunk_policy = sub_chunk_policy
         self._volumes: dict[int, WaitingVolume] = {}

@@ -48,8 +48,8 @@ MAX_INCOMPLETE_CONTEXTS = 4
 #: Seconds after its last fragment when an incomplete submission is rejected.
 FRAGMENT_TIMEOUT_S = 30.0
 
-#: Memory of all requests' images, in bytes.
-MAX_IMAGE_BYTES = 512 << 20
+#: Memory of all requests' images, in bytes, and of one peer's, which may send them ever so slowly.
+MAX_IMAGE_BYTES, MAX_PEER_IMAGE_BYTES = 512 << 20, 384 << 20
 
 ClientMessage = Submit | PromptFragment | PixelFragment | Cancel | Credit
 #: Encodes images while the second argument, which may be called on another thread, says that they
@@ -120,8 +120,8 @@ class RequestReceiver:
         self._adapters = {name: number for number, name in enumerate(model.adapters, 1)}
         #: Complete submissions whose images are being encoded.
         self._encoding: dict[tuple[str, str], _IncompleteRequest] = {}
-        #: Memory of images that were given to the encoder, even if their requests have ended.
-        self._encoding_bytes: dict[int, int] = {}
+        #: Peer and memory of images given to the encoder, even if their requests have ended.
+        self._encoding_bytes: dict[int, tuple[str, int]] = {}
         #: Memory of images, of all requests that were not ended when it was counted last.
         self._image_bytes: dict[tuple[str, str], int] = {}
         #: Submissions whose ids have not all arrived, by peer and key.
@@ -300,8 +300,11 @@ class RequestReceiver:
         }
         held.pop((peer, key), None)
         size = images.held_bytes(self._model.hidden_size)
-        others = sum(nbytes for known, nbytes in held.items() if known not in self._encoding)
-        if size and others + sum(self._encoding_bytes.values()) + size > MAX_IMAGE_BYTES:
+        taken = [*self._encoding_bytes.values()]
+        taken += [(known[0], count) for known, count in held.items() if known not in self._encoding]
+        every = sum(count for _, count in taken)
+        own = sum(count for one, count in taken if one == peer)
+        if size and (every + size > MAX_IMAGE_BYTES or own + size > MAX_PEER_IMAGE_BYTES):
             raise Overloaded("the images of other requests take all memory for images")
         self._image_bytes = held | ({(peer, key): size} if size else {})
 
@@ -371,7 +374,7 @@ class RequestReceiver:
                 self._reject_error(peer, key, error)
 
         self._encoding[peer, key] = entry
-        self._encoding_bytes[id(entry)] = entry.images.held_bytes(self._model.hidden_size)
+        self._encoding_bytes[id(entry)] = peer, entry.images.held_bytes(self._model.hidden_size)
         encode(images, is_wanted, on_encoded)
 
     def _submit_request(

@@ -598,6 +598,19 @@ def test_images_count_until_the_encoder_lets_go_of_them(
     assert len(reasons(sight.wire)) == 2
 
 
+def test_one_peer_leaves_memory_for_the_images_of_others(
+    sight: Sight, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(request_receiver, "MAX_PEER_IMAGE_BYTES", 300)
+    sight.submit(IMAGE, key="a")
+    sight.send(PIXELS, key="a")
+    sight.submit(IMAGE, key="b")
+    assert reasons(sight.wire) == [("b", "overloaded")]
+    submit = structs.replace(make_submit("c", 4), images=(IMAGE.span,))
+    sight.receiver.handle_message(MessageSender(b"\0other", "other"), submit, None, 0.0)
+    assert len(reasons(sight.wire)) == 1
+
+
 def test_as_many_requests_are_encoded_as_the_scheduler_takes(sight: Sight) -> None:
     most = sight.scheduler.config.max_queue_len + sight.scheduler.config.max_num_seqs
     for number in range(most + 1):
