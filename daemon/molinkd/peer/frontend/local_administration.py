@@ -62,6 +62,8 @@ class LocalAdministration:
         self.peer_id, self.quantize = peer_id, quantize
         self._loop = loop
         self._pulls: dict[str, _Pull] = {}
+        #: Held while the file of options is read, changed and written.
+        self._options_lock = asyncio.Lock()
 
     async def pull_model(self, model: str) -> AsyncGenerator[ModelProgress, None]:
         """Fetch a model's files to this PC; clients that name the same model share the download.
@@ -130,7 +132,8 @@ class LocalAdministration:
 
     async def change_setting(self, name: str, value: str) -> None:
         """Change a setting from the next start on; an empty value forgets the change."""
-        await asyncio.to_thread(change_safe_setting, self._home, name, value)
+        async with self._options_lock:
+            await asyncio.to_thread(change_safe_setting, self._home, name, value)
 
     async def list_local_models(self) -> list[LocalModel]:
         """The models on this PC's disk, each once."""

@@ -191,3 +191,15 @@ async def test_settings_are_saved_for_the_next_start(
         with pytest.raises(RequestError):
             await owner.change_setting(name, value)
     assert read_options(home.options) == {"stage": "none", "keep_awake": False}
+
+
+async def test_settings_changed_at_once_are_all_saved(
+    owner: LocalAdministration, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("platformdirs.user_config_path", lambda *_: tmp_path / "config")
+    home = Home(tmp_path / "home").create_folders()
+    write_options(home.options, {})
+    names = ("keep_awake", "replicate_models", "standby_worker")
+    for value in ("true", "false") * 4:
+        await asyncio.gather(*(owner.change_setting(name, value) for name in names))
+        assert read_options(home.options) == dict.fromkeys(names, value == "true")
