@@ -1,10 +1,12 @@
 """Assembles the images of a submitted request, and checks that its ids stand for them."""
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 from molink.checkpoint.vision import VisionConfig
 from molink.errors import RequestError
 from molink.facts.images import FIRST_IMAGE_ID, MAX_PIXEL_BYTES, ImageInput, ImageSpan
+from molink.wire.messages.serving import PIXEL_FRAGMENT
 
 #: Bytes of an element of a row of an image, at most.
 _ELEMENT_BYTES = 4
@@ -66,10 +68,15 @@ class IncomingImages:
         """Add pixels from byte ``first`` on.
 
         Raises:
-            RequestError: they don't follow the others, or are too many.
+            RequestError: they don't follow the others, or are too many, or too few to go on waiting
+                for the rest.
         """
-        if first != len(self._pixels) or first + data.nbytes > self._num_bytes:
+        end = first + data.nbytes
+        if first != len(self._pixels) or end > self._num_bytes:
             raise RequestError(f"pixels at {first} do not follow {len(self._pixels)}")
+        ends = accumulate(span.num_pixel_bytes for span in self._spans)
+        if data.nbytes < PIXEL_FRAGMENT and (first == end or end not in ends):
+            raise RequestError(f"{data.nbytes} bytes of pixels that end within an image")
         self._pixels += data
 
     def take_images(self, ids: Sequence[int]) -> tuple[ImageInput, ...]:

@@ -36,7 +36,7 @@ from molink.wire.messages.serving import (
     Submit,
 )
 from molink.wire.sockets.server import MessageSender
-from molinkd.worker import request_receiver
+from molinkd.worker import incoming_images, request_receiver
 from molinkd.worker.request_receiver import (
     FRAGMENT_TIMEOUT_S,
     MAX_INCOMPLETE_PER_PEER,
@@ -501,7 +501,10 @@ def sight(scheduler: Scheduler, wire: Wire) -> Sight:
     return Sight(scheduler, wire)
 
 
-def test_images_are_encoded_before_their_request_is_queued(sight: Sight) -> None:
+def test_images_are_encoded_before_their_request_is_queued(
+    sight: Sight, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(incoming_images, "PIXEL_FRAGMENT", 100)
     sight.submit(IMAGE)
     sight.send(PIXELS[:100])
     assert not sight.asked
@@ -563,6 +566,14 @@ def test_pixels_that_nobody_announced_are_refused(sight: Sight) -> None:
     sight.submit(IMAGE, key="other")
     sight.send(PIXELS, 10, "other")
     assert reasons(sight.wire) == [("k", "invalid"), ("other", "invalid")]
+
+
+@pytest.mark.parametrize("size", [0, 1, 191])
+def test_a_peer_cannot_trickle_pixels(sight: Sight, size: int) -> None:
+    """Each fragment prolongs the time in which the rest may come."""
+    sight.submit(IMAGE)
+    sight.send(PIXELS[:size])
+    assert reasons(sight.wire) == [("k", "invalid")]
 
 
 def test_a_text_model_refuses_images(scheduler: Scheduler, wire: Wire) -> None:
