@@ -70,7 +70,7 @@ def test_unforwardable_header_is_rejected() -> None:
     feed = Feed(receiver(cut_through=True))
     slices = (
         RequestSlice(1, 0, 300, 0, blocks=(70_000,) * 800),
-        RequestSlice(2, 0, 1, 0, blocks=(1,) * 36),
+        RequestSlice(2, 0, 1, 0, blocks=(1,) * 26),
     )
     wide = Volume(1, True, slices, rows(1))
     assert len(msgspec.msgpack.encode(Frame(5, Channel.BULK, 0, wide))) < MAX_HEADER

@@ -25,6 +25,8 @@ def write_adapter(
 ) -> Path:
     """Write an adapter of the weights of ``model`` whose modules are called as ``targets`` say.
 
+    Its vision tower is left out.
+
     ``fields`` are those of its config. It is strong enough to change most greedy tokens.
     """
     import torch
@@ -46,7 +48,7 @@ def write_adapter(
     for file in sorted(model.glob("*.safetensors")):
         for name, weight in load_file(file).items():
             parts = name.split(".")
-            chosen = parts[-1] == "weight" and parts[-2] in targets
+            chosen = parts[-1] == "weight" and parts[-2] in targets and "vision_tower" not in parts
             if not chosen or (
                 layers is not None and int(parts[parts.index("layers") + 1]) not in layers
             ):

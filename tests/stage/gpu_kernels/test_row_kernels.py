@@ -13,8 +13,8 @@ from torch import Tensor
 
 from molink.checkpoint.model_folder import ModelFolder
 from molink.checkpoint.traits import Activation
-from molink.stage import stage as stages
 from molink.stage.batch import SequenceRows
+from molink.stage.decoder import weight_source
 from molink.stage.decoder.block import ForwardContext, run_blocks
 from molink.stage.decoder.mlp import MAX_FLOAT16_INPUT, create_gate
 from molink.stage.decoder.norm import IdentityNorm, QueryKeyNorm, RmsNorm, add_residual
@@ -27,6 +27,7 @@ from molink.stage.decoder.operators import (
 from molink.stage.decoder.rotary import rotate_half, rotate_pairs
 from molink.stage.gpu_kernels.triton_support import is_interpreted
 from molink.stage.kv_pool import KVPool
+from molink.stage.stage import Stage
 from molink.stage.torch_dtypes import TORCH_DTYPES, residual_dtype
 from tests.support.launch_counter import counted_launches
 from tests.support.models import MakeModel
@@ -301,10 +302,10 @@ def test_models_give_the_same_logits(
     avoid = ("compiled-rows",)
     with monkeypatch.context() as patched:
         patched.setattr(
-            stages, "create_operators", lambda *given: create_operators(*given[:3], avoid)
+            weight_source, "create_operators", lambda *given: create_operators(*given[:3], avoid)
         )
         usual = run()
-    monkeypatch.setattr(stages, "create_operators", use_fused)
+    monkeypatch.setattr(weight_source, "create_operators", use_fused)
     for found, expected in zip(run(), usual, strict=True):
         torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
 
@@ -339,9 +340,11 @@ def test_a_layer_launches_few_operators(
     rows = torch.zeros(3, config.hidden_size, dtype=residual_dtype(kind))
     found = []
     for fused in (False, True):
-        with mock.patch.object(stages, "create_operators", use_fused if fused else torch_operators):
+        with mock.patch.object(
+            weight_source, "create_operators", use_fused if fused else torch_operators
+        ):
             avoid = ("compiled-linear", "packed-linear")
-            stage = stages.Stage.load_layers(folder, (0, 2), dtype=dtype, disabled_kernels=avoid)
+            stage = Stage.load_layers(folder, (0, 2), dtype=dtype, disabled_kernels=avoid)
         counts = []
         for blocks in (stage._decoder.blocks[:1], stage._decoder.blocks):
             with torch.inference_mode(), counted_launches() as counter:
