@@ -1,6 +1,7 @@
 """Tokens predicted by an MTP layer are those of a plain reference, whole and split."""
 
 import json
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,9 +118,13 @@ class Model:
 def model(
     request: pytest.FixtureRequest, make_model: MakeModel, tmp_path_factory: pytest.TempPathFactory
 ) -> Model:
-    folder = add_draft_layer(make_model(tmp_path_factory.mktemp("mtp"), request.param, 3))
+    place = tmp_path_factory.mktemp("mtp")
+    folder = add_draft_layer(make_model(place / "plain", request.param, 3))
     plain = PlainMtp(folder, request.param)
-    return Model(make_mimo(folder) if request.param == "qwen2" else folder, plain)
+    if request.param == "qwen2":
+        # The reference has the other files mapped.
+        folder = make_mimo(shutil.copytree(folder, place / "mimo"))
+    return Model(folder, plain)
 
 
 def prompt() -> list[int]:
