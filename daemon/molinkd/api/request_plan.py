@@ -135,13 +135,7 @@ def make_plan(
     """
     tokenizer, prompts = loaded_model.tokenizer, tokenized.prompts
     count, returned = _answers_per_prompt(body), body.n or 1
-    echoed = count * sum(len(prompt.text) for prompt in prompts)
-    if echoed > MAX_ECHO_CHARACTERS:
-        text = (
-            f"`echo`: the prompts of all answers have {echoed} characters; at most "
-            f"{MAX_ECHO_CHARACTERS}"
-        )
-        raise RequestError(text, "echo")
+    _check_echo(count * sum(len(prompt.text) for prompt in prompts))
     deadline_s = _remaining_s(body, elapsed_s)
     sampling = _sampling(body, tokenizer)
     logprobs = sampling.logprobs
@@ -183,6 +177,16 @@ def make_plan(
         continues_prompt=isinstance(body, CompletionBody) or bool(tokenized.grammar),
         parser_settings=_make_parser_settings(body, loaded_model, tokenized),
     )
+
+
+def _check_echo(echoed: int) -> None:
+    """Check the characters of the prompts of all answers."""
+    if echoed > MAX_ECHO_CHARACTERS:
+        text = (
+            f"`echo`: the prompts of all answers have {echoed} characters; at most "
+            f"{MAX_ECHO_CHARACTERS}"
+        )
+        raise RequestError(text, "echo")
 
 
 def _remaining_s(body: GenerationBody, elapsed_s: float) -> float:
