@@ -32,7 +32,7 @@ if shutil.which("nvidia-smi") is None:
 # As in a terminal where .venv is activated: hints say `molink`, not its path.
 os.environ["PATH"] = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
 
-# Each process that tests start would compile all of molink anew.
+# Otherwise each process that a test starts would compile all of molink again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
@@ -84,7 +84,7 @@ pytest_plugins = ["tests.support.fake_fleet"]
 
 @pytest.hookimpl(optionalhook=True, tryfirst=True)
 def pytest_xdist_auto_num_workers() -> int | None:
-    """One more than two processors: while processes wait for each other, something else goes on."""
+    """One more than two processors: while processes wait for each other, another can run."""
     return 3 if os.cpu_count() == 2 else None
 
 

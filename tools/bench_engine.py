@@ -242,7 +242,7 @@ def _run_llama_bench(
     command = [str(binary), "-m", str(model), "-t", str(threads), "-r", "1", "-o", "json"]
     command += lengths
     done = subprocess.run(command, capture_output=True, check=True)
-    runs = json.loads(done.stdout)  # UTF-8, whatever the console has
+    runs = json.loads(done.stdout)  # UTF-8, not the console's encoding
     return {"decode" if run["n_gen"] else "prefill": float(run["avg_ts"]) for run in runs}
 
 

@@ -26,7 +26,7 @@ from tools import release
 
 PACKAGES = "python3,python3-venv,curl,ca-certificates,procps"
 NEWER = "99.0.0"
-#: Of this machine, as far as its network needs it.
+#: Files of the host that the network needs.
 _SHARED = ("/etc/resolv.conf", "/etc/hosts", "/etc/ssl/certs")
 _VARIABLES = re.compile(r"PIP_|SSL_CERT|(https?|no)_proxy$", re.IGNORECASE)
 _PROGRAM = ".local/share/molink"

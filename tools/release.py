@@ -130,7 +130,7 @@ def build_wheel(source: Path, folder: Path, epoch: int) -> Path:
 
 
 def build_archive(source: Path, folder: Path, epoch: int) -> Path:
-    """Build the source archive of a copy, and write it anew: setuptools puts users and times in."""
+    """Build the source archive of a copy; rewrite it without setuptools' user names and times."""
     _run([sys.executable, "-c", _SDIST, str(folder.absolute())], source, epoch)
     (archive,) = folder.glob("molink-*.tar.gz")
     draft = archive.with_suffix(".part")

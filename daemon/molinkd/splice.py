@@ -11,7 +11,7 @@ from typing import Any
 CHUNK_BYTES = 1 << 16
 
 Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
-#: Waits until so many bytes conform to the rate limit.
+#: Waits until this number of bytes conforms to the rate limit.
 RateLimit = Callable[[int], Awaitable[None]]
 
 

@@ -65,7 +65,7 @@ def without_after(patch: pytest.MonkeyPatch) -> None:
 
 
 def without_positions(patch: pytest.MonkeyPatch) -> None:
-    """A daemon emits every token it receives, whatever its position."""
+    """A daemon emits every token it receives, regardless of its position."""
     token = RequestStream.on_token
 
     def any_position(self: RequestStream, message: Any, now: float) -> Any:

@@ -314,7 +314,7 @@ def test_the_coordinator_is_not_in_the_way_of_a_token(demo: Process, tools: type
         return demo.status()["coordinator"].get("pid", pid) != pid
 
     tools.wait_for(back, demo)
-    # It finds the running pipeline again, rather than starting it anew.
+    # It finds the running pipeline again, rather than starting another one.
     assert demo.wait_ready()["pipelines"][0]["epoch"] == epoch
 
 

@@ -64,7 +64,7 @@ ALONE_S, UNSEAT_S, TERMS_S = 3.0, 10.0, 5.0
 SPREAD_S = 2.0
 #: Before each status: a daemon admits ten handshakes a second under one key, its user's too.
 POLL_S = 0.12
-#: Seconds after which another PC has taken over, whatever a hostile one says.
+#: Seconds after which another PC has taken over, even if a hostile one lies.
 TAKEOVER_S = 20.0
 #: Rounds by which all that one branch says may raise a term.
 MAX_ROUNDS = 64
@@ -482,7 +482,7 @@ def test_one_member_burns_no_terms(swarm: HonestPCs) -> None:
         bad.keep_telling(swarm.peers.values(), climb, 0.02)
         swarm.stays_led(leader, TERMS_S)
         assert swarm.round() <= began + MAX_ROUNDS + MINUTES
-        # Who goes on is cut off.
+        # A peer that continues is cut off.
         bad.keep_telling(swarm.peers.values(), soar, 0.02)
         swarm.wait_banned(bad.peer)
         assert not bad.can_reach(swarm.peers["first"])
@@ -602,7 +602,7 @@ def test_a_hostile_leader_changes_no_membership(doomed: HonestPCs) -> None:
         revoke(doomed, out)
         before = doomed.members("second")
         second = doomed.peers["second"]
-        # It is the next to lead, and its coordinator greets whoever comes.
+        # It is the next to lead, and its coordinator accepts every peer.
         bad.answer = lambda: bad.lost(bad.term)
         doomed.kill("first")
         fake = FakeCoordinator(bad, next_term(bad.term, bad.peer))

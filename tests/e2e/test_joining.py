@@ -99,7 +99,7 @@ def test_joiners_need_nothing_but_the_token(trio: Trio, tools: type[Tools]) -> N
     assert sorted(names[stage["peer"]] for stage in stages) == ["first", "second"]
     (none,) = [peer for peer in status["peers"] if peer["name"] == "third"]
     assert none["workers"] == []
-    # The same greedy text from all three, whatever stage they hold.
+    # The same greedy text from all three, on each stage's PC.
     texts = [answer(tools, process) for process in trio.started]
     assert len(set(texts)) == 1
 

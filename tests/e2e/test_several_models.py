@@ -169,7 +169,7 @@ def test_a_second_model_has_replicas_and_is_stopped_alone(place: TwoModels) -> N
             place.until(lambda: "beta #3: " in place.swarm.status("first")["trouble"])
             assert "beta (2 of 3 replicas ready)" in place.swarm.molink("first", "status")
 
-    # One of them is stopped: the other goes on, and the file's wish is remembered.
+    # One of them is stopped: the other keeps serving, and the file's model stays desired.
     refused = place.molink("stop", "gamma")
     assert refused[0] != 0
     assert "the swarm has no model gamma; its models are alpha, beta" in refused[2]
@@ -299,7 +299,7 @@ def test_one_model_twice_and_once_again(place: TwoModels) -> None:
     place.write('[[models]]\nmodel = "beta"\ndtype = "f32"\n')
     assert place.apply()[0] == 0
     place.until(lambda: len(stages()) == 1)
-    # The stream of the one that ended goes on in the other one.
+    # The stream of the pipeline that ended continues on the other one.
     texts = ["".join(piece.choices[0].text for piece in stream) for stream in streams]
     assert texts[0] == texts[1]
     place.swarm.molink("first", "stop")

@@ -1,6 +1,6 @@
 """Two processes with little memory for KV: who gives way goes elsewhere; its text is the same.
 
-So it is when a process is killed meanwhile: what it had there is computed anew.
+The same holds when a process is killed meanwhile: KV in its host memory is recomputed.
 """
 
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""A GGUF file is a stranger's: whatever its bytes say, it is read whole or refused in one line."""
+"""GGUF files are untrusted: any bytes are read whole or refused in one line."""
 
 import struct
 from collections.abc import Callable
@@ -36,7 +36,7 @@ def file(
     counts: tuple[int, int] | None = None,
     data: int = 68,
 ) -> bytes:
-    """A GGUF file with tensors and metadata, and so many bytes of data."""
+    """A GGUF file with tensors and metadata, and ``data`` bytes of data."""
     tensors, metadata = counts or (len(entries), len(keys))
     head = b"GGUF" + struct.pack("<IQQ", version, tensors, metadata) + b"".join((*keys, *entries))
     return head + bytes(-len(head) % 32) + bytes(data)

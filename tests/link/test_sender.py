@@ -432,7 +432,7 @@ def test_decode_rows_pass_a_disconnected_bulk_channel() -> None:
     sender.validate()
     sender.on_connected(Channel.BULK, 0.2)
     rest = [each.frame.frame_number for each in sender.poll_packets(0.2)]
-    assert rest == [0, 1, 2, 3], "the chunk goes on"
+    assert rest == [0, 1, 2, 3], "the chunk continues"
     sender.validate()
     assert sender.queued_bytes == 0
 

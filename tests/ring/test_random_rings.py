@@ -841,7 +841,7 @@ def test_cancel_frees_blocks_within_one_iteration(stages: int, when: str) -> Non
 
 @pytest.mark.parametrize("seed", range(4))
 def test_chats_continue_from_kept_states(seed: int) -> None:
-    """Each stage copies states in time, whatever order things happen in."""
+    """Each stage copies states in time, in any order of events."""
     rng = random.Random(seed)
     limits = SchedulerConfig(
         64, 4, 2, max_num_batched_tokens=8, **WITH_STATES, state_slots=6, min_snapshot_rows=4

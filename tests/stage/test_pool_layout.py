@@ -1,4 +1,4 @@
-"""A pool is read and written in one way, whatever its layout in memory."""
+"""A pool is read and written in the same way for each layout in memory."""
 
 from types import SimpleNamespace
 

@@ -59,7 +59,7 @@ from molinkd.peer.membership.membership_requests import (
 from molinkd.tasks import cancel_tasks
 
 REPORT_INTERVAL_S = 0.25
-#: For whatever a hostile PC waits for, in seconds.
+#: Timeout of a hostile PC's waits, in seconds.
 PATIENCE_S = 10.0
 HOST = "127.0.0.1"
 
@@ -414,7 +414,7 @@ class HostileMember:
 
 
 def forge_entry(swarm: str, entry: Statement, by: KeyPair) -> SignedEntry:
-    """An entry in whoever's name, signed with the key of ``by``."""
+    """An entry in any peer's name, signed with the key of ``by``."""
     body = msgspec.msgpack.encode(entry)
     return SignedEntry(body, by.signer.sign(b"membership:" + swarm.encode("ascii"), body))
 

@@ -255,7 +255,7 @@ class Tools:
 
     @staticmethod
     def metrics(endpoint: str, key: str = "none") -> dict[str, float]:
-        """``/metrics`` by name, whatever the labels."""
+        """``/metrics`` by name without labels; of several samples the last."""
         asked = urllib.request.Request(
             f"{endpoint}/metrics", headers={"Authorization": f"Bearer {key}"}
         )

@@ -24,7 +24,7 @@ needs_triton = pytest.mark.skipif(bool(_problem), reason=f"no Triton: {_problem}
 
 
 class _PatchOnce:
-    """Triton 3.7's interpreter patches its language anew in each call of a kernel's functions.
+    """Triton 3.7's interpreter patches its language again in each call of a kernel's functions.
 
     Once for all functions that see the same modules of it, kernels take half as long.
     """

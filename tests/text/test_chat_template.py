@@ -1,4 +1,4 @@
-"""Chat templates: equal to ``transformers``', and harmless whatever they are."""
+"""Chat templates: equal to ``transformers``', and harmless even if hostile."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What PCs tell of how busy they are stays small, whatever it says."""
+"""Load messages stay small, whatever values they have."""
 
 import msgspec
 import pytest

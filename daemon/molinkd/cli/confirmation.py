@@ -19,7 +19,8 @@ def is_terminal() -> bool:
 def confirm_action(question: str, *, yes: bool, is_final: bool = False) -> None:
     """Ask ``question`` in a terminal, unless ``yes`` answers it; the default answer is no.
 
-    Without a terminal the command goes on, as scripts expect, unless it ``is_final``: hard to undo.
+    Without a terminal the command continues, as scripts expect, unless it ``is_final``, that is
+    hard to undo.
 
     Raises:
         UsageError: only ``yes`` could answer.

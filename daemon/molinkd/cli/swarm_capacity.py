@@ -69,7 +69,7 @@ def _own_candidates(home: Home, settings: Settings) -> Iterator[Candidate]:
 
 
 def _guess_probe(settings: Settings) -> DeviceProbe:
-    """What a measurement of the device would tell, as far as it is known without torch."""
+    """Estimate the device's measurement without importing torch."""
     card = None if settings.devices[0] == "cpu" else _read_card()
     if card is not None:
         return card

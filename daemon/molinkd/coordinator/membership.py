@@ -124,8 +124,8 @@ class Membership:
     def merge_log(self, other: MembershipLog) -> MembershipChange:
         """Add the entries of another part of the swarm.
 
-        New members count against the rate at which PCs may join, by whoever let them in. Beyond it,
-        or if the swarm is full, nobody is let in for now.
+        New members count against the rate at which PCs may join, by the member that admitted them.
+        Beyond it, or if the swarm is full, nobody is admitted for now.
         """
         merged = self.log.merge_log(other).without_expired(time.time())
         joined = merged.branches.keys() - self.log.branches.keys()

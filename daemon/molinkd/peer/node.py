@@ -380,7 +380,7 @@ class Node:
                 self._exchange_state(payload)
 
     def _is_of_members(self, message: FormPipeline | Route) -> bool:
-        """Whether requests and rows go to members only, whatever a hostile leader says."""
+        """Whether requests and rows go to members only, even under a hostile leader."""
         ring = (message.scheduler,) if isinstance(message, Route) else message.ring
         return all(self._peers.is_member_stage(one) for one in ring if one is not None)
 

@@ -48,7 +48,7 @@ _KEYWORDS = {
 _DEVICE = re.compile(r"^(?:auto|(?:cpu|cuda(?::\d{1,3})?)(?:,(?:cpu|cuda(?::\d{1,3})?)){0,15})$")
 
 
-#: Host memory for experts as far as it is free.
+#: Use free host memory for experts.
 AUTO_EXPERT_MEMORY = -1
 
 

@@ -70,7 +70,7 @@ class DaemonPipe:
 
 
 def exit_process(code: int) -> NoReturn:
-    """End the process at once, whatever its threads are doing.
+    """End the process at once, regardless of its threads.
 
     The pipe's thread may be in the middle of a read, which an ordinary exit waits for or aborts on;
     on Windows ``os._exit`` still runs the exit code of every DLL, CUDA's included.

@@ -50,9 +50,9 @@ class DraftProposer:
     """Runs all layers of a draft model in a KV pool that is separate from the stage's. Not
     thread-safe.
 
-    Drafts are greedy whatever the request's sampling parameters: verification corrects them. After
-    a rejection the sequence continues from the last accepted token. When blocks run out, the least
-    recently drafted sequence is evicted and recomputed on its next use.
+    Drafts are greedy regardless of the request's sampling parameters: verification corrects them.
+    After a rejection the sequence continues from the last accepted token. When blocks run out, the
+    least recently drafted sequence is evicted and recomputed on its next use.
     """
 
     def __init__(self, stage: Stage, blocks: int, block_size: int, vocab_size: int) -> None:

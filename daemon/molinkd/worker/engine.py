@@ -113,7 +113,7 @@ class LoadedStage(Protocol):
         """KV blocks that fit ``nbytes``, with states of requests where the model keeps some."""
 
     def pool_bytes(self, blocks: int, block_size: int) -> int:
-        """Bytes of so many KV blocks, with these states."""
+        """Bytes of ``blocks`` KV blocks, with these states."""
 
     def allocate_kv_pool(self, blocks: int, block_size: int) -> None:
         """Allocate a fresh KV pool, with these states; earlier ones are freed first."""

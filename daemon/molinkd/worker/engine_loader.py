@@ -68,7 +68,7 @@ def _reload_engine(
 
 
 def _weights_key(start: LoadStage) -> tuple[object, ...]:
-    """Whatever must be equal for two stages' layers to be the same in memory."""
+    """Values that must be equal for two stages' layers to be identical in memory."""
     return (
         start.model_dir,
         start.dtype,

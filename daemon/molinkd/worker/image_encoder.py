@@ -66,7 +66,7 @@ class ImageEncoder:
     def encode_now(
         self, images: Sequence[ImageInput], is_wanted: Callable[[], bool] = lambda: True
     ) -> EncodedImages:
-        """As :meth:`encode_images`, on this thread, the only one that encodes."""
+        """As :meth:`encode_images`, but on the calling thread; no other may encode meanwhile."""
         rows = []
         try:
             for image in images:

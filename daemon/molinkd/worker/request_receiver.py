@@ -34,7 +34,7 @@ from molink.wire.sockets.server import MessageSender
 from molinkd.worker.engine import EncodedImages
 from molinkd.worker.incoming_images import IncomingImages
 
-#: Upper bounds, in bytes, of what tokens take in a header of 4 KiB.
+#: Upper bounds, in bytes, of the tokens' share of a header of 4 KiB.
 _BATCH_BYTES = 3840
 _TOKEN_BYTES = 48
 _TOP_BYTES = 16
@@ -48,7 +48,7 @@ MAX_INCOMPLETE_CONTEXTS = 4
 #: Seconds after its last fragment when an incomplete submission is rejected.
 FRAGMENT_TIMEOUT_S = 30.0
 
-#: Memory of all requests' images, in bytes, and of one peer's, which may send them ever so slowly.
+#: Memory of all requests' images, in bytes, and of one peer's, which may trickle them.
 MAX_IMAGE_BYTES, MAX_PEER_IMAGE_BYTES = 512 << 20, 384 << 20
 
 ClientMessage = Submit | PromptFragment | PixelFragment | Cancel | Credit

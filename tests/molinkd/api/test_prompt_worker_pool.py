@@ -1,4 +1,4 @@
-"""Prompts are read by processes: alike, in time, and whatever becomes of them."""
+"""Prompts are tokenized by worker processes: equally, in time, and even if one is killed."""
 
 import asyncio
 import json

@@ -161,7 +161,7 @@ async def test_approved_pc_is_admitted(scene: Scene) -> None:
     ids=["nothing", "the CURVE key", "another key"],
 )
 async def test_signature_for_another_key_admits_nobody(scene: Scene, signed: str) -> None:
-    """The PC goes on waiting for one who signs for its own."""
+    """The PC keeps waiting for a member that signs for its key."""
     pairing = scene.pair()
     code = await scene.code()
     with pytest.raises(RequestError, match="has another key"):

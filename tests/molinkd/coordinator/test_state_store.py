@@ -202,7 +202,7 @@ class FullDisk:
 def test_full_disk_changes_nothing_and_is_said(
     state: StateStore, statement: str, ends: bool
 ) -> None:
-    """Once there is room again, all goes on."""
+    """Once there is room again, writes succeed."""
     before, connection = state.to_replica().encode(), state._db
     state._db = FullDisk(connection, statement, ends)  # type: ignore[assignment]
     for _ in range(2):

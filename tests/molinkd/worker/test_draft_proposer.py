@@ -26,7 +26,7 @@ def stage(make_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Stage:
 
 @pytest.fixture(scope="module")
 def other(stage: Stage, make_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Stage:
-    """The same one again: what is to be guessed is computed there."""
+    """A second proposer, whose greedy tokens are the expected drafts."""
     folder = ModelFolder.open(make_model(tmp_path_factory.mktemp("drafter")))
     return Stage.load_layers(folder, (0, folder.config.layers), "cpu", "f32")
 

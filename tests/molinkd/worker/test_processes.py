@@ -325,7 +325,7 @@ async def test_a_worker_asks_its_draft_model(
 
 @dataclass
 class Pair:
-    """A ring of two workers, which tests one after the other form anew."""
+    """A ring of two workers, which each test forms again."""
 
     folder: Path
     stages: list[Stage]

@@ -1,4 +1,4 @@
-"""Random schemas and random logits: whatever is drawn, an answer is what its schema says."""
+"""Random schemas and random logits: each answer conforms to its schema."""
 
 import json
 import random

@@ -1,4 +1,4 @@
-"""Real stages in a ring without processes: answers are the same, whatever is drafted."""
+"""Real stages in a ring without processes: answers do not depend on the drafts."""
 
 import random
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""A step that fails, fails its requests, at whatever stage, and nothing else."""
+"""A step that fails at any stage fails its requests and nothing else."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Real stages in a ring without processes: answers are the same, whatever is swapped meanwhile."""
+"""Real stages in a ring without processes: answers do not depend on swapping."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -202,7 +202,7 @@ def test_a_failed_swap_in_fails_its_request(stages: Sequence[Stage]) -> None:
 def test_swapped_requests_are_replayed_after_a_lost_stage(
     stages: Sequence[Stage], plenty: dict[str, list[int]]
 ) -> None:
-    """A new ring knows nothing of host memory: all are submitted anew, as their daemons do."""
+    """A new ring knows nothing of host memory: all are submitted again, as their daemons do."""
     few: Any = {"num_blocks": FEW, "preemption_mode": "reactive-swap"}
     requested = requests()
 

@@ -20,7 +20,7 @@ from molink.stage.graphs.capture import GraphWork
 from molink.stage.stage import Stage
 
 KV_BYTES = 1 << 24
-#: A stage on a CPU interleaves, whatever was measured.
+#: A stage on a CPU interleaves, regardless of the measurement.
 MEASURED = Profile(decode=((1, 0.25),), prefill=((16, 0.5),), tile=16)
 PROFILE = structs.replace(MEASURED, interleaves=True)
 

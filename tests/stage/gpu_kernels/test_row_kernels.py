@@ -46,7 +46,7 @@ def noise(*size: int, seed: int, dtype: torch.dtype) -> Tensor:
 
 
 def assert_near(found: Tensor, exact: Tensor, roundings: float = 0.5) -> None:
-    """Off by at most so many units of the type's last place, beside errors of float32."""
+    """Off by at most ``roundings`` units in the type's last place, beside errors of float32."""
     unit = torch.finfo(found.dtype).eps
     if found.dtype is torch.bfloat16 and is_interpreted():
         roundings = 1.0  # the interpreter truncates

@@ -9,7 +9,7 @@ import pytest
 from molink.errors import UsageError
 from molink.stage.linear.nf4 import load_library
 
-#: What the `kernels` package does, as far as bitsandbytes asks it.
+#: The part of the `kernels` package that bitsandbytes calls.
 FETCHER = """
 print("FETCHED")
 def get_kernel(*args, **options):

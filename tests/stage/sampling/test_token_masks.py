@@ -1,4 +1,4 @@
-"""Only what a grammar allows is picked, whatever else is asked for."""
+"""Only tokens that the grammar allows are sampled, with any sampling parameters."""
 
 import math
 

@@ -4,7 +4,7 @@ from statistics import fmean, pvariance
 
 from molink.stage.sampling.token_draws import uniform_noise
 
-#: Fixed for ever: a stream that is resumed by a newer version goes on with the same noise.
+#: Never change it: a stream that a newer version resumes must continue with the same noise.
 KNOWN = {(0, 0): 0.741511, (1, 0): 0.843647, (0, 1): 0.350932, (2**53, 2**53): 0.924801}
 
 

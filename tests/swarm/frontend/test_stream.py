@@ -347,7 +347,7 @@ def test_broken_connections_only_cost_time() -> None:
     flapping(stream, seconds=29.0, served=0.5)
     assert stream.state == "running"
     assert emitted(stream.on_token(token(stream, 3, 50), 29.5)) == [50]
-    # The next wait starts anew.
+    # The next wait starts from zero.
     stream.set_target(None, 40.0)
     assert stream.next_wake_at == 70.0
 

@@ -1,4 +1,4 @@
-"""The membership log: who is believed for what, in whatever order entries come."""
+"""The membership log: which signer may say what, in any order of entries."""
 
 import random
 from collections.abc import Callable

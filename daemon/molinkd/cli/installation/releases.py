@@ -19,7 +19,7 @@ from molinkd.cli.installation.signatures import check_signature, read_own_key
 
 SUMS = "SHA256SUMS"
 WHEEL = re.compile(r"molink-(\d+(?:\.\d+){2})-py3-none-any\.whl")
-#: Bounds of what a server may send, in bytes.
+#: Maximum response sizes, in bytes.
 _MAX_TEXT, MAX_FILE = 1 << 20, 1 << 30
 _TIMEOUT_S = 60.0
 _CHUNK = 1 << 20

@@ -126,14 +126,14 @@ def remove_program(installed: Installation) -> None:
 
 
 def removal_command(installed: Installation) -> list[str]:
-    """The command of whoever manages the environment."""
+    """The command that removes molink, by the tool that manages the environment."""
     if installed.kind == "pip":
         return [sys.executable, "-m", "pip", "uninstall", "--yes", "molink"]
     return [*{"uv": ("uv", "tool"), "pipx": ("pipx",)}[installed.kind], "uninstall", "molink"]
 
 
 def remove_from_path(folder: Path) -> None:
-    """Remove what the installers put on the PATH for the program in ``folder``."""
+    """Remove the PATH entry that the installers added for the program in ``folder``."""
     if sys.platform == "win32":
         programs = Path(os.environ["LOCALAPPDATA"], "Programs", "molink")
         if programs == folder or not (programs / _PARTS[0]).exists():  # else a release's own
@@ -165,7 +165,7 @@ def _stop(home: Home, *, leaves: bool) -> None:
 
 
 def deletion_command(folder: Path, names: Sequence[str]) -> list[str]:
-    """The command that deletes ``names`` in ``folder``, by the Python behind the one that runs."""
+    """The command that deletes ``names`` in ``folder``, run by the environment's base Python."""
     base = getattr(sys, "_base_executable", sys.executable)
     return [base, "-I", "-c", _DELETE, str(folder), *names]
 

@@ -2,8 +2,8 @@
 
 The relay sees only encrypted bytes, but could hold them back, pass them slowly, or cut the
 connection. So the ends exchange signs of life that it can't forge
-(:class:`molink.wire.messages.relay.SignOfLife`): whoever gets no answer to several in a row knows
-that the relay passes nothing on.
+(:class:`molink.wire.messages.relay.SignOfLife`): an end that gets no answer to several in a row
+knows that the relay passes nothing on.
 """
 
 import asyncio

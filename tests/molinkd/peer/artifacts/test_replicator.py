@@ -323,7 +323,7 @@ async def test_replication_can_be_disabled(
 async def test_the_own_stage_s_model_is_replicated_first(
     pcs: MakePc, brought: ModelRepository, root: str, tmp_path: Path
 ) -> None:
-    """Routes of all come again and again; nothing is begun anew by that."""
+    """Repeated routes do not restart a replication."""
     other = brought.add_model("n", write_plain_model(tmp_path / "other", seed=1)).manifest.root
     mine, partial_models = "1", OfferedSource(brought)
     pc = pcs({"a": partial_models})

@@ -297,7 +297,7 @@ def left(pc: Pc) -> list[str]:
 
 
 def cut_off(pc: Pc, after: int) -> None:
-    """From now on the hub gives that PC so many pieces, and then nothing."""
+    """Let the hub send this number of pieces to that PC, and then nothing."""
 
     class Cut(CountingHub):
         async def read_slice(self, *asked: Any) -> bytes:

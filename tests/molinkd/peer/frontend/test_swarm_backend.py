@@ -109,7 +109,7 @@ def ask(max_tokens: int = 4, model: str = "m") -> Request:
 def answering(
     requests: SwarmBackend, schedulers: FakeSchedulers, count: int
 ) -> Callable[[DataMessage], None]:
-    """A head that answers every submission with tokens 100, 101, … from where it goes on."""
+    """A scheduler that answers every submission with tokens 100, 101, … from its position on."""
 
     def answer(message: DataMessage) -> None:
         if not isinstance(message, Submit):

@@ -1,4 +1,4 @@
-"""Who may connect: the members and invitations of the log, whatever the coordinator announces."""
+"""Who may connect: the members and invitations of the log, not what the coordinator announces."""
 
 from pathlib import Path
 

@@ -49,7 +49,7 @@ READY = StageReady(pipeline="p1", epoch=1, stage=0)
 
 
 class FakeCoordinator:
-    """Welcomes whoever reports; remembers what comes."""
+    """Welcomes every peer that reports; records its messages."""
 
     def __init__(self, net: Net) -> None:
         self.got: list[object] = []
