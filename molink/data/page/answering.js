@@ -1,7 +1,7 @@
 // Requests an answer from the endpoint and streams it into a message.
 
 import { call, EndpointError, events } from "./endpoint.js";
-import { messages, NOT_COMPLETE } from "./tree.js";
+import { messages, NOT_COMPLETE, path } from "./tree.js";
 
 const NUMBERS = [
   "temperature", "top_p", "top_k", "min_p", "max_tokens", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty",
@@ -25,8 +25,9 @@ export function sampling(settings) {
 export class Answering {
   // Calls `changed()` after each event and `ended(error)` at the end; error is null or an EndpointError.
   // A message that has text already is continued.
-  constructor(conversation, node, settings, changed, ended) {
+  constructor(conversation, node, store, changed, ended) {
     this.conversation = conversation;
+    this.store = store;
     this.continues = Boolean(node.content);
     this.node = node;
     this.changed = changed;
@@ -36,7 +37,7 @@ export class Answering {
     this.abort = new AbortController();
     // Set when the page unloads, which closes the connection.
     this.left = false;
-    this.over = this.#run(settings).then(ended);
+    this.over = this.#run(store.settingsOf(conversation)).then(ended);
   }
 
   stop() {
@@ -62,7 +63,7 @@ export class Answering {
     try {
       const body = {
         model: node.model || undefined,
-        messages: this.#messages(settings.system),
+        messages: await this.#messages(settings.system),
         stream: true,
         stream_options: { include_usage: true },
         ...sampling(settings),
@@ -81,10 +82,12 @@ export class Answering {
     return problem;
   }
 
-  #messages(system) {
+  async #messages(system) {
     const { conversation, node, continues } = this;
-    if (!continues) return messages(conversation, node.parent, system);
-    return [...messages(conversation, node.id, system), { role: "user", content: CONTINUE }];
+    const leaf = continues ? node.id : node.parent;
+    const urls = await this.store.imageUrls(path({ ...conversation, leaf }));
+    const found = messages(conversation, leaf, system, urls);
+    return continues ? [...found, { role: "user", content: CONTINUE }] : found;
   }
 
   #take(event, facts) {

@@ -12,6 +12,8 @@ const ICONS = {
   edit: "M4 20h4L19 9l-4-4L4 16zM13 7l4 4",
   retry: "M20 11a8 8 0 1 0-2 6M20 5v6h-6",
   trash: "M5 7h14M10 7V4h4v3M7 7l1 13h8l1-13",
+  image: "M4 5h16v14H4zM4 16l5-5 4 4 2-2 5 5M15.5 8.5v1",
+  close: "M6 6l12 12M18 6 6 18",
   book: "M6 4h12v16l-6-4-6 4z",
   back: "M15 5l-7 7 7 7",
   forward: "M9 5l7 7-7 7",

@@ -1,6 +1,7 @@
 // Wires the page together: input, the open conversation, and running answers.
 
 import { Answering } from "./answering.js";
+import { Attachments, showImage } from "./attachments.js";
 import { byId, icon, make, say, setText } from "./dom.js";
 import { call, takeOwnerToken } from "./endpoint.js";
 import { FirstStart } from "./first_start.js";
@@ -10,7 +11,7 @@ import { KeyDialog, SettingsDialog } from "./settings.js";
 import { Sidebar } from "./sidebar.js";
 import { browserStorage, Store } from "./store.js";
 import { Swarm, whyWaiting } from "./swarm.js";
-import { add, choose, path, splitThoughts } from "./tree.js";
+import { add, choose, imagesOf, path, splitThoughts } from "./tree.js";
 import { fit, MessageList } from "./message_list.js";
 
 const NEW = "new";
@@ -30,7 +31,7 @@ for (const [id, name] of [["open-list", "list"], ["fresh", "plus"], ["open-setti
 const sendIcon = icon("send"), stopIcon = icon("stop");
 
 const messageList = new MessageList(byId("log"), {
-  edit: (node, content) => { question(node.parent, content); },
+  edit: (node, content) => { question(node.parent, content, node.images); },
   retry: (node) => {
     // An empty answer is not worth keeping as a version.
     if (!node.content && !node.thoughts) delete conversation.nodes[node.id];
@@ -40,7 +41,21 @@ const messageList = new MessageList(byId("log"), {
   choose: (node) => { choose(conversation, node); store.save(conversation); show(); },
   draft: (name) => store.draft(name),
   setDraft: (name, words) => store.setDraft(name, words),
+  image: (image) => {
+    const box = make("span", "");
+    store.images.get(image.id).then((blob) => {
+      const follow = atEnd();
+      box.replaceChildren(showImage(image, blob));
+      if (follow) toEnd();
+    });
+    return box;
+  },
 });
+const attachments = new Attachments({
+  draft: () => draftName(),
+  images: () => imagesOf(path(conversation)),
+  sees: () => seeing.has(models.value),
+}, () => showSend());
 const sidebar = new Sidebar(store, {
   open: (id) => { open(store.conversations.get(id)); if (narrow.matches) panel("list", false); text.focus(); },
   removed: (id) => { answers.get(id)?.stop(); if (id === conversation.id) open(store.create()); },
@@ -111,8 +126,13 @@ function open(wanted) {
   conversation = wanted;
   text.value = store.draft(draftName());
   show();
+  attachments.show();
   fit(text);
   toEnd();
+}
+
+function showSend() {
+  send.disabled = !answers.has(conversation.id) && !text.value.trim() && !attachments.images.length;
 }
 
 function show() {
@@ -124,15 +144,15 @@ function show() {
   const busy = answers.has(conversation.id);
   send.replaceChildren(busy ? stopIcon : sendIcon);
   send.setAttribute("aria-label", busy ? "Stop" : "Send");
-  send.disabled = !busy && !text.value.trim();
+  showSend();
   swarm.expect(answers.size);
   showProgress();
   showContext();
   if (follow) toEnd();
 }
 
-function question(parent, content) {
-  const node = add(conversation, parent, { role: "user", content });
+function question(parent, content, images = []) {
+  const node = add(conversation, parent, { role: "user", content, ...(images.length ? { images } : {}) });
   answer(node.id);
 }
 
@@ -146,7 +166,7 @@ function run(node) {
   node.note = undefined;
   store.save(mine);
   let savedAt = performance.now();
-  const answering = new Answering(mine, node, store.settingsOf(mine), () => {
+  const answering = new Answering(mine, node, store, () => {
     if (performance.now() - savedAt > SAVE_INTERVAL_S * 1000) {
       savedAt = performance.now();
       if (store.conversations.has(mine.id)) store.save(mine);
@@ -209,16 +229,18 @@ byId("form").addEventListener("submit", (event) => {
   const running = answers.get(conversation.id);
   if (running) { running.stop(); return; }
   const content = text.value.trim();
-  if (!content) return;
+  const attached = attachments.pop();
+  if (!content && !attached.length) return;
   store.setDraft(draftName(), "");
   text.value = "";
   fit(text);
-  question(conversation.leaf, content);
+  for (const { id, blob } of attached) store.addImage(id, blob);
+  question(conversation.leaf, content, attached.map(({ blob, ...image }) => image));
 });
 text.addEventListener("input", () => {
   store.setDraft(draftName(), text.value);
   fit(text);
-  send.disabled = !answers.has(conversation.id) && !text.value.trim();
+  showSend();
 });
 text.addEventListener("keydown", (event) => {
   if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
@@ -289,8 +311,8 @@ byId("open-settings").addEventListener("click", () => settings.open(conversation
 // --- models ---------------------------------------------------------------------------------------
 
 const models = byId("model");
-// Tokens of each model's context.
-const contexts = new Map();
+// Tokens of each model's context, and the models that take images.
+const contexts = new Map(), seeing = new Set();
 let modelsLoadedAt = 0;
 
 async function loadModels() {
@@ -299,7 +321,11 @@ async function loadModels() {
   try {
     const { data } = await (await call("/v1/models")).json();
     names = data.map((model) => String(model.id));
-    for (const model of data) contexts.set(String(model.id), Number(model.max_model_len) || 0);
+    for (const model of data) {
+      contexts.set(String(model.id), Number(model.max_model_len) || 0);
+      if (model.capabilities?.vision) seeing.add(String(model.id));
+      else seeing.delete(String(model.id));
+    }
     showContext();
   } catch (error) {
     if (error.status === 401) keyDialog.open();
@@ -318,9 +344,10 @@ async function loadModels() {
   }
   models.disabled = !names.length;
   if (names.includes(wanted)) models.value = wanted;
+  attachments.show();
 }
 
-models.addEventListener("change", () => store.set({ model: models.value }));
+models.addEventListener("change", () => { store.set({ model: models.value }); attachments.show(); });
 swarm.addEventListener("refreshed", (event) => {
   showProgress();
   if (managing) manage.update(swarm.summary, event.detail);

@@ -6,7 +6,8 @@ import { MarkdownView } from "./markdown.js";
 import { path, splitThoughts, versions } from "./tree.js";
 
 export class MessageList {
-  // `act` provides edit(node, text), retry(node), more(node), choose(node), draft(name), setDraft(name, text).
+  // `act` provides edit(node, text), retry(node), more(node), choose(node), draft(name), setDraft(name, text), and
+  // image(image): an element that shows it.
   constructor(log, act) {
     this.log = log;
     this.act = act;
@@ -70,8 +71,10 @@ class Question {
     this.versions = new Versions(act);
     this.editButton = iconButton("edit", "Edit this message", () => this.#edit(this.node.content));
     this.bubble = make("div", "bubble", node.content);
+    this.bubble.hidden = !node.content;
+    this.images = make("ul", "thumbnails", ...(node.images ?? []).map((one) => make("li", "", act.image(one))));
     this.tools = make("div", "tools", this.versions.element, this.editButton, copyButton("Copy this message", () => node.content));
-    this.element = make("article", "turn mine", this.bubble, this.tools);
+    this.element = make("article", "turn mine", this.images, this.bubble, this.tools);
     this.element.setAttribute("aria-label", "You");
     const begun = act.draft(this.draft);
     if (begun) this.#edit(begun, false);
@@ -90,7 +93,7 @@ class Question {
     area.setAttribute("aria-label", "Edited message");
     area.addEventListener("input", () => { this.act.setDraft(this.draft, area.value); fit(area); });
     const send = () => {
-      if (!area.value.trim()) return;
+      if (!area.value.trim() && !this.node.images?.length) return;
       this.#close();
       this.act.edit(this.node, area.value.trim());
     };
@@ -101,14 +104,14 @@ class Question {
     const buttons = make("div", "row",
       textButton("Cancel", () => { this.#close(); this.editButton.focus(); }), textButton("Send", send, "main"));
     this.editor = make("div", "editor", area, buttons);
-    this.element.replaceChildren(this.editor);
+    this.element.replaceChildren(this.images, this.editor);
     if (focus) area.focus();
     requestAnimationFrame(() => fit(area));
   }
 
   #close() {
     this.act.setDraft(this.draft, "");
-    this.element.replaceChildren(this.bubble, this.tools);
+    this.element.replaceChildren(this.images, this.bubble, this.tools);
   }
 }
 

@@ -4,7 +4,7 @@ import { arrange, byId, confirmed, download, iconButton, make, setText, textButt
 import { asJson, asMarkdown, parseConversations, textOf } from "./tree.js";
 
 // Larger files are not read.
-const MAX_IMPORT_BYTES = 50_000_000;
+const MAX_IMPORT_BYTES = 200_000_000;
 
 export class Sidebar {
   // `act` provides open(id), removed(id), answers(id).
@@ -13,15 +13,17 @@ export class Sidebar {
     this.act = act;
     this.rows = new Map();
     this.list = byId("conversations");
-    const save = (kind, ending, type, write) => textButton(kind, () => {
+    const save = (kind, ending, type, write) => textButton(kind, async () => {
       const one = store.conversations.get(this.current);
       const name = (one.title || "chat").replace(/[^\p{L}\p{N}]+/gu, "-").slice(0, 40);
-      download(`${name}.${ending}`, type, write(one));
+      download(`${name}.${ending}`, type, await write(one));
     });
-    byId("save-as").append(save("Markdown", "md", "text/markdown", asMarkdown), save("JSON", "json", "application/json", asJson));
-    byId("save-all").addEventListener("click", () => {
-      const all = store.sorted().map((one) => JSON.parse(asJson(one)));
-      download("molink-conversations.json", "application/json", JSON.stringify(all, null, 2));
+    const json = async (one) => asJson(one, await store.imageUrls(Object.values(one.nodes)));
+    byId("save-as").append(save("Markdown", "md", "text/markdown", asMarkdown), save("JSON", "json", "application/json", json));
+    byId("save-all").addEventListener("click", async () => {
+      const all = [];
+      for (const one of store.sorted()) all.push((await json(one)).trim());
+      download("molink-conversations.json", "application/json", `[\n${all.join(",\n")}\n]\n`);
     });
     byId("import").addEventListener("click", () => byId("import-file").click());
     byId("import-file").addEventListener("change", () => this.#import(byId("import-file")));
@@ -100,8 +102,8 @@ export class Sidebar {
     try {
       if (file.size > MAX_IMPORT_BYTES) throw new Error("too large");
       const found = parseConversations(await file.text());
-      for (const one of found) this.store.save(one);
-      setText(byId("import-state"), `${found.length} imported.`);
+      this.store.take(found);
+      setText(byId("import-state"), `${found.conversations.length} imported.`);
     } catch {
       setText(byId("import-state"), `${file.name} holds no conversations that were saved as JSON.`);
     }

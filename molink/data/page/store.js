@@ -1,7 +1,8 @@
 // Browser storage for conversations, drafts and settings. Bounded; falls back to memory where
 // storage is blocked.
 
-import { isConversation, newConversation, NOT_COMPLETE } from "./tree.js";
+import { fromDataUrl, ImageStore, toDataUrl } from "./images.js";
+import { imagesOf, isConversation, newConversation, NOT_COMPLETE } from "./tree.js";
 
 const CONVERSATION = "molink.conversation.", DRAFT = "molink.draft.", SETTINGS = "molink.settings";
 const MAX_CONVERSATIONS = 200, MAX_CHARACTERS = 3_000_000;
@@ -21,6 +22,7 @@ export class Store extends EventTarget {
     this.drafts = new Map();
     this.sizes = new Map();
     this.full = false;
+    this.images = new ImageStore();
     for (const name of this.#names()) {
       if (name.startsWith(CONVERSATION)) this.#take(name);
       else if (name.startsWith(DRAFT)) this.drafts.set(name.slice(DRAFT.length), this.storage.getItem(name));
@@ -72,8 +74,36 @@ export class Store extends EventTarget {
         else this.#erase(CONVERSATION + one.id);
       }
       for (const [name, text] of this.drafts) this.setDraft(name, text);
+      const nodes = [...this.conversations.values()].flatMap((one) => Object.values(one.nodes));
+      this.images.setKept(imagesOf(nodes).map((one) => one.id), changes.keep);
     }
     this.#changed();
+  }
+
+  async addImage(id, blob) {
+    const { keep } = this.settings;
+    if (await this.images.put(id, blob, keep) === keep) return;
+    this.full = true;
+    this.#changed();
+  }
+
+  // The data URLs of the images of some messages, by id; without those that are lost.
+  async imageUrls(nodes) {
+    const found = new Map();
+    for (const { id } of imagesOf(nodes)) {
+      const blob = await this.images.get(id);
+      if (blob) found.set(id, await toDataUrl(blob));
+    }
+    return found;
+  }
+
+  // Add conversations and images as `parseConversations` returns them.
+  take({ conversations, urls }) {
+    for (const [id, url] of urls) {
+      const blob = fromDataUrl(url);
+      if (blob) this.addImage(id, blob);
+    }
+    for (const one of conversations) this.save(one);
   }
 
   // The settings of a conversation: its own where it has some.
@@ -146,6 +176,7 @@ export class Store extends EventTarget {
   }
 
   #evict(id) {
+    this.images.remove(imagesOf(Object.values(this.conversations.get(id)?.nodes ?? {})).map((one) => one.id));
     this.conversations.delete(id);
     this.sizes.delete(id);
     this.#erase(CONVERSATION + id);

@@ -1,8 +1,8 @@
 // A conversation as a tree: editing a message or regenerating an answer starts a new branch.
 //
 // { id, title, updated, leaf, settings, nodes: { id: { id, parent, role, content, thoughts, note, problem, model,
-//   cut, context } } }: `cut` answers can be continued, `context` are the tokens up to an answer's end, and
-// `settings` hold for this conversation alone.
+//   images, cut, context } } }: `cut` answers can be continued, `context` are the tokens up to an answer's end,
+// `images` of a message are { id, name, bytes, width, height }, and `settings` hold for this conversation alone.
 
 // The note of an answer that was running when the page closed.
 export const NOT_COMPLETE = "incomplete: the page was closed";
@@ -31,7 +31,7 @@ export function add(conversation, parent, fields) {
   conversation.nodes[node.id] = node;
   conversation.leaf = node.id;
   conversation.updated = Date.now();
-  if (!conversation.title && node.role === "user") conversation.title = titleOf(node.content);
+  if (!conversation.title && node.role === "user") conversation.title = titleOf(node.content || node.images?.[0]?.name || "");
   return node;
 }
 
@@ -70,28 +70,56 @@ export function splitThoughts(content) {
   };
 }
 
-// The messages to send: without reasoning and without empty answers.
-export function messages(conversation, upTo, system) {
+// The messages to send: without reasoning and without empty answers. `urls` has the images' by id.
+export function messages(conversation, upTo, system, urls = new Map()) {
   const found = system.trim() ? [{ role: "system", content: system }] : [];
   for (const node of path({ ...conversation, leaf: upTo })) {
     const content = node.role === "assistant" ? splitThoughts(node.content).content : node.content;
-    if (content.trim()) found.push({ role: node.role, content });
+    if (node.images?.length) found.push({ role: node.role, content: parts(node, urls) });
+    else if (content.trim()) found.push({ role: node.role, content });
   }
   return found;
 }
 
+// The images of a message, then its text. An image that this browser lost is named to the model.
+function parts({ content, images }, urls) {
+  const shown = images.map(({ id, name }) => (urls.has(id)
+    ? { type: "image_url", image_url: { url: urls.get(id) } }
+    : { type: "text", text: `(The image ${name} is no longer available.)` }));
+  return content.trim() ? [...shown, { type: "text", text: content }] : shown;
+}
+
+// The images of some messages.
+export function imagesOf(nodes) {
+  return nodes.flatMap((node) => node.images ?? []);
+}
+
 // Validate a stored conversation, which another version or the user may have written.
 export function isConversation(one) {
-  const texts = (node) => typeof node?.content === "string" && (node.role === "user" || node.role === "assistant");
+  const texts = (node) => typeof node?.content === "string" && (node.role === "user" || node.role === "assistant")
+    && (node.images === undefined || (Array.isArray(node.images) && node.images.every(isImage)));
   return typeof one?.id === "string" && typeof one.title === "string" && typeof one.updated === "number"
     && one.nodes !== null && typeof one.nodes === "object" && Object.values(one.nodes).every(texts);
 }
 
-// Read conversations that were saved as JSON, here or elsewhere as { title, messages }; throws Error.
+function isImage(one) {
+  return typeof one?.id === "string" && typeof one.name === "string" && [one.bytes, one.width, one.height].every((number) => number >= 0);
+}
+
+// Read conversations that were saved as JSON, here or elsewhere as { title, messages }, and the data URLs of their
+// images by id: { conversations, urls }; throws Error.
 export function parseConversations(text) {
-  const read = JSON.parse(text);
+  const read = JSON.parse(text), urls = new Map();
   const found = (Array.isArray(read) ? read : [read]).map((one) => {
-    if (isConversation(one?.tree) && isTree(one.tree)) return { ...newConversation(), ...one.tree, id: newId(), settings: textsIn(one.tree.settings) };
+    if (isConversation(one?.tree) && isTree(one.tree)) {
+      for (const image of imagesOf(Object.values(one.tree.nodes))) {
+        const url = one.images?.[image.id];
+        // Other chats keep theirs when this one is deleted.
+        image.id = newId();
+        if (typeof url === "string") urls.set(image.id, url);
+      }
+      return { ...newConversation(), ...one.tree, id: newId(), settings: textsIn(one.tree.settings) };
+    }
     if (!Array.isArray(one?.messages)) throw new Error("no conversation");
     const made = newConversation();
     for (const { role, content, reasoning_content: thoughts, model } of one.messages) {
@@ -101,7 +129,7 @@ export function parseConversations(text) {
     if (typeof one.title === "string" && one.title) made.title = one.title.slice(0, 200);
     return made;
   });
-  return found.filter((one) => one.leaf);
+  return { conversations: found.filter((one) => one.leaf), urls };
 }
 
 // The entries of an object that are texts.
@@ -125,15 +153,16 @@ export function textOf(conversation) {
 }
 
 export function asMarkdown(conversation) {
-  const parts = [`# ${conversation.title || "Conversation"}`];
+  const sections = [`# ${conversation.title || "Conversation"}`];
   for (const node of path(conversation)) {
     const name = node.role === "user" ? "You" : node.model || "Assistant";
-    parts.push(`## ${name}`, node.role === "user" ? node.content : splitThoughts(node.content).content);
+    sections.push(`## ${name}`, ...imagesOf([node]).map((image) => `(${image.name})`), node.role === "user" ? node.content : splitThoughts(node.content).content);
   }
-  return parts.join("\n\n") + "\n";
+  return sections.join("\n\n") + "\n";
 }
 
-export function asJson(conversation) {
+// `urls` has the data URLs of images by id.
+export function asJson(conversation, urls = new Map()) {
   const shown = path(conversation).map(({ role, content, thoughts, model }) => ({ role, content, reasoning_content: thoughts, model }));
-  return JSON.stringify({ title: conversation.title, messages: shown, tree: conversation }, null, 2) + "\n";
+  return JSON.stringify({ title: conversation.title, messages: shown, tree: conversation, ...(urls.size ? { images: Object.fromEntries(urls) } : {}) }, null, 2) + "\n";
 }

@@ -1,21 +1,20 @@
 """The page by the rules of WCAG 2.2 AA, as axe-core checks them, and by the keyboard alone."""
 
-import hashlib
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
-from tests.support.chat_page import ask_question, needs_chromium, wait_until_ready
+from tests.support.chat_page import (
+    ask_question,
+    check_page,
+    load_axe,
+    needs_chromium,
+    wait_until_ready,
+)
 from tests.support.fake_administration import TOKEN, FakeAdministration
 from tests.support.fake_backend import FakeBackend
 from tools.browser import Browser
 
 pytestmark = needs_chromium
 
-#: axe-core 4.14.1 (MPL-2.0) as npm has it: ``npm pack axe-core``.
-AXE = Path(__file__).parents[2] / "support" / "axe" / "axe.min.js"
-AXE_SHA256 = "29348999450cdf2849a8e70b7912fc2da85a849da39c0d0d5394f51d4a9ed95c"
-RULES = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"]
 ANSWER = """\
 Here it **is**: $e^{i\\pi} = -1$
 
@@ -30,21 +29,9 @@ def f() -> str:
 """
 
 
-def check_page(browser: Browser, *rules: str) -> list[tuple[str, str]]:
-    """What axe-core finds on the page as it is: rule and element."""
-    options = {"resultTypes": ["violations"]}
-    options |= {"runOnly": list(rules)} if rules else {"runOnly": RULES}  # type: ignore[dict-item]
-    found: list[dict[str, Any]] = browser.run(
-        "return (await axe.run(arguments[0])).violations", options
-    )
-    return [(one["id"], node["html"][:120]) for one in found for node in one["nodes"]]
-
-
 def test_wcag(
     backend: FakeBackend, page: Callable[..., Browser], administration: FakeAdministration
 ) -> None:
-    source = AXE.read_bytes().replace(b"\r\n", b"\n")
-    assert hashlib.sha256(source).hexdigest() == AXE_SHA256
     backend.answer = ANSWER
     backend.swarm |= {
         "models": [{"name": "tiny", "ready": 1}],
@@ -53,8 +40,7 @@ def test_wcag(
     browser = wait_until_ready(page(at=f"#owner={TOKEN}"))
     browser.wait_for("#waiting-list .card")
     browser.wait_for("#model-list .item")
-    browser.run(source.decode())
-    assert browser.run("return axe.version") == "4.14.1"
+    load_axe(browser)
     found = [("the swarm", *one) for one in check_page(browser)]
     browser.click("#close-manage")
     ask_question(browser, "Show it.")
