@@ -7,9 +7,9 @@ from torch import Tensor
 
 from molink.checkpoint.config import ModelConfig
 from molink.checkpoint.traits import Activation
+from molink.stage.decoder.append_heads import SeparateAppend
 from molink.stage.decoder.mlp import MAX_FLOAT16_INPUT
 from molink.stage.decoder.norm import IdentityNorm, Norm, QueryKeyNorm, add_residual
-from molink.stage.decoder.operators import SeparateAppend
 from molink.stage.decoder.rotary import rotate_half, rotate_pairs
 from molink.stage.gpu_kernels.row_kernels import (
     add_and_norm,
@@ -95,7 +95,7 @@ class FusedOperators:
         layer: int,
         slots: Tensor,
     ) -> Tensor:
-        """See :class:`~molink.stage.decoder.operators.AppendHeads`."""
+        """See :class:`~molink.stage.decoder.append_heads.AppendHeads`."""
         if norm is not None and norm.after_rotation:
             # The kernel norms before it rotates.
             separate = SeparateAppend(rotate_pairs if self.interleaved else rotate_half)

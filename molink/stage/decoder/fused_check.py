@@ -9,10 +9,10 @@ from itertools import product
 import torch
 from torch import Tensor
 
+from molink.stage.decoder.append_heads import AppendHeads, SeparateAppend
 from molink.stage.decoder.fused import FusedOperators
 from molink.stage.decoder.mlp import create_gate
 from molink.stage.decoder.norm import IdentityNorm, Norm, QueryKeyNorm, RmsNorm, add_residual
-from molink.stage.decoder.operators import AppendHeads, SeparateAppend
 from molink.stage.decoder.rotary import rotate_half, rotate_pairs
 from molink.stage.diagnostics.trial_shapes import TrialShapes
 from molink.stage.kv_pool import KVPool

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,19 +12,18 @@ from molink.checkpoint.config import ModelConfig
 from molink.facts.model import BLOCK_SIZE
 from molink.stage.cpu_kernels.create import create_rowwise
 from molink.stage.cpu_kernels.kernel_shape import supports_gate, supports_rowwise
+from molink.stage.decoder.append_heads import AppendHeads, SeparateAppend
 from molink.stage.decoder.mlp import BoundedGate, GateFunction, apply_bounded, create_gate
 from molink.stage.decoder.norm import (
     AddResidual,
     CompiledRmsNorm,
     Norm,
-    QueryKeyNorm,
     add_residual,
     create_norm,
 )
-from molink.stage.decoder.rotary import Rotate, rotate_half, rotate_pairs
+from molink.stage.decoder.rotary import rotate_half, rotate_pairs
 from molink.stage.diagnostics.trial_shapes import TrialShapes
 from molink.stage.gpu_kernels.triton_support import find_triton_problem
-from molink.stage.kv_pool import KVPool
 
 if TYPE_CHECKING:
     from molink.stage.cpu_kernels.rowwise import RowwiseKernels
@@ -32,51 +31,6 @@ if TYPE_CHECKING:
 
 #: Widest rows of fused norms, which a GPU holds in registers.
 MAX_FUSED_WIDTH = 1 << 14
-
-
-class AppendHeads(Protocol):
-    """Norms and rotates queries and keys, and appends keys and values to the KV cache."""
-
-    def __call__(
-        self,
-        heads: Tensor,
-        norm: QueryKeyNorm | None,
-        angles: Tensor | None,
-        pool: KVPool,
-        layer: int,
-        slots: Tensor,
-    ) -> Tensor:
-        """Return ``heads`` (``[T, n, head_dim]``: queries, keys, values), possibly in place.
-
-        Keys and values are in ``pool`` at ``slots`` (int64 ``[T]``) of ``layer`` afterwards.
-        """
-
-
-@dataclass(frozen=True, slots=True)
-class SeparateAppend:
-    """One operator after the other, in place."""
-
-    rotate: Rotate
-
-    def __call__(
-        self,
-        heads: Tensor,
-        norm: QueryKeyNorm | None,
-        angles: Tensor | None,
-        pool: KVPool,
-        layer: int,
-        slots: Tensor,
-    ) -> Tensor:
-        turned = heads[:, : -pool.kv_heads]
-        if norm is not None and not norm.after_rotation:
-            norm(turned)
-        if angles is not None:
-            self.rotate(turned, angles)
-        if norm is not None and norm.after_rotation:
-            norm(turned)
-        both = heads[:, -2 * pool.kv_heads :].view(len(heads), 2, pool.kv_heads, pool.head_dim)
-        pool.write_rows(layer, slots, both)
-        return heads
 
 
 @dataclass(frozen=True, slots=True)

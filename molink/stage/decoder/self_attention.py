@@ -12,10 +12,10 @@ from molink.checkpoint.tensor_layout import (
     attention_output,
     attention_projections,
 )
+from molink.stage.decoder.append_heads import AppendHeads
 from molink.stage.decoder.latent import load_latent_attention
 from molink.stage.decoder.mixer import ForwardContext
 from molink.stage.decoder.norm import QueryKeyNorm
-from molink.stage.decoder.operators import AppendHeads
 from molink.stage.decoder.scaled import scale_outputs
 from molink.stage.linear import Projection, apply_projection
 from molink.stage.weights.weight_reader import WeightReader

@@ -20,9 +20,9 @@ from molink.checkpoint.tensor_layout import (
 )
 from molink.checkpoint.traits import IndexShape, LatentShape
 from molink.stage.attention.token_choice import TokenChoice
+from molink.stage.decoder.append_heads import AppendHeads
 from molink.stage.decoder.latent import LatentHeads, LatentOutput, load_latent_attention
 from molink.stage.decoder.mixer import ForwardContext
-from molink.stage.decoder.operators import AppendHeads
 from molink.stage.decoder.rotary import rotate_half, rotate_pairs
 from molink.stage.linear import PlainLinear, Projection
 from molink.stage.weights.weight_reader import WeightReader

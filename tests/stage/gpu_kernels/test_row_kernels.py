@@ -15,12 +15,12 @@ from molink.checkpoint.model_folder import ModelFolder
 from molink.checkpoint.traits import Activation
 from molink.stage.batch import SequenceRows
 from molink.stage.decoder import weight_source
+from molink.stage.decoder.append_heads import SeparateAppend
 from molink.stage.decoder.block import ForwardContext, run_blocks
 from molink.stage.decoder.mlp import MAX_FLOAT16_INPUT, create_gate
 from molink.stage.decoder.norm import IdentityNorm, QueryKeyNorm, RmsNorm, add_residual
 from molink.stage.decoder.operators import (
     RowOperators,
-    SeparateAppend,
     create_fused,
     create_operators,
 )

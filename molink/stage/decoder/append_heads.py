@@ -1,0 +1,55 @@
+"""Norms and rotates queries and keys, and appends keys and values to the KV pool."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from molink.stage.decoder.norm import QueryKeyNorm
+from molink.stage.decoder.rotary import Rotate
+from molink.stage.kv_pool import KVPool
+
+
+class AppendHeads(Protocol):
+    """Norms and rotates queries and keys, and appends keys and values to the KV cache."""
+
+    def __call__(
+        self,
+        heads: Tensor,
+        norm: QueryKeyNorm | None,
+        angles: Tensor | None,
+        pool: KVPool,
+        layer: int,
+        slots: Tensor,
+    ) -> Tensor:
+        """Return ``heads`` (``[T, n, head_dim]``: queries, keys, values), possibly in place.
+
+        Keys and values are in ``pool`` at ``slots`` (int64 ``[T]``) of ``layer`` afterwards.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class SeparateAppend:
+    """One operator after the other, in place."""
+
+    rotate: Rotate
+
+    def __call__(
+        self,
+        heads: Tensor,
+        norm: QueryKeyNorm | None,
+        angles: Tensor | None,
+        pool: KVPool,
+        layer: int,
+        slots: Tensor,
+    ) -> Tensor:
+        turned = heads[:, : -pool.kv_heads]
+        if norm is not None and not norm.after_rotation:
+            norm(turned)
+        if angles is not None:
+            self.rotate(turned, angles)
+        if norm is not None and norm.after_rotation:
+            norm(turned)
+        both = heads[:, -2 * pool.kv_heads :].view(len(heads), 2, pool.kv_heads, pool.head_dim)
+        pool.write_rows(layer, slots, both)
+        return heads
