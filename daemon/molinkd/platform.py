@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 #: Makes glibc's ``malloc`` request huge pages.
 _HUGE_PAGES = "glibc.malloc.hugetlb=1"
 #: Secrets that child processes don't need in their environment.
-_SECRETS = frozenset({"MOLINK_API_KEY", "MOLINK_TOKEN"})
+_SECRETS = frozenset({"MOLINK_API_KEY", "MOLINK_RENDEZVOUS", "MOLINK_TOKEN"})
 
 
 def child_options(*, computes: bool = False) -> dict[str, Any]:

@@ -51,7 +51,8 @@ from molink.wire.sockets.server import MessageSender, Server
 from molink.wire.sockets.zap import ZapAuthenticator
 from molinkd.peer.election.leadership import query_leader
 from molinkd.peer.home import Home
-from molinkd.peer.membership.membership_record import MembershipRecord, join_swarm
+from molinkd.peer.membership.joining import join_swarm
+from molinkd.peer.membership.membership_record import MembershipRecord
 from molinkd.peer.membership.membership_requests import (
     MembershipRequest,
     send_membership_request,

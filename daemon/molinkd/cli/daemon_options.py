@@ -82,6 +82,14 @@ class DaemonOptions:
             "Network", "Addresses announced to other PCs, comma separated.  [default: this PC's]"
         ),
     ] = None
+    rendezvous: Annotated[
+        str | None,
+        _option(
+            "Network",
+            "Where PCs behind routers meet, SECRET@HOST:PORT of `molink rendezvous`.  "
+            "[default: the token's]",
+        ),
+    ] = None
     coordinator_port: Annotated[
         int | None,
         _option(

@@ -35,6 +35,11 @@ _COMMANDS = (
         "daemon_verbs:coordinator",
         "Run only a coordinator, without layers or an endpoint.",
     ),
+    (
+        "rendezvous",
+        "rendezvous:rendezvous",
+        "Run a server at which PCs behind routers meet.",
+    ),
     ("top", "top.command:top", "Live view of the swarm: stages, links, requests, events."),
     ("ps", "served_models:ps", "List the served models, their PCs and requests."),
     ("search", "search:search", "Find models by short name, and which fit here."),

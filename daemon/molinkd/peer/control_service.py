@@ -128,8 +128,8 @@ class LeaderQueries:
 
     #: Answer a peer's leader query.
     answer_request: Callable[[str, LeaderRequest], LeaderReply]
-    #: The coordinator's public key and addresses.
-    coordinator_location: Callable[[], tuple[str, tuple[str, ...]]]
+    #: The coordinator's public key and addresses, and the peer where it runs.
+    coordinator_location: Callable[[], tuple[str, tuple[str, ...], str]]
 
 
 class ControlService:
@@ -169,8 +169,10 @@ class ControlService:
                     sender.identity, self._leader.answer_request(sender.peer_id, message), None
                 )
             case JoinRequest():
-                key, addresses = self._leader.coordinator_location()
-                elsewhere = JoinRedirect(ref=message.ref, coordinator_key=key, addresses=addresses)
+                key, addresses, leader = self._leader.coordinator_location()
+                elsewhere = JoinRedirect(
+                    ref=message.ref, coordinator_key=key, addresses=addresses, leader=leader
+                )
                 self.send(sender.identity, elsewhere, None)
             case StatusRequest():
                 text = await self._commands.query_status(message.scale_out)

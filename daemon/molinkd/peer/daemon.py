@@ -23,6 +23,7 @@ from molink.wire.messages.admin import ApplyFile, ApplyReply, LoadModelReply, Mo
 from molink.wire.messages.codec import control_codec
 from molink.wire.messages.control_plane import ControlMessage
 from molink.wire.messages.election import LeaderReply, LeaderRequest
+from molink.wire.messages.rendezvous import CONTROL, COORDINATOR, RendezvousAddress
 from molink.wire.sockets.key_pair import KeyPair
 from molink.wire.sockets.server import Server
 from molink.wire.sockets.zap import ZapAuthenticator
@@ -53,13 +54,13 @@ from molinkd.peer.launch import (
 )
 from molinkd.peer.membership.addresses import local_dial_host
 from molinkd.peer.membership.discovery import DiscoveryScanner, SwarmAnnouncer
+from molinkd.peer.membership.joining import join_swarm, renew_membership
 from molinkd.peer.membership.membership_record import (
     MembershipRecord,
     choose_membership,
-    join_swarm,
     read_membership,
-    renew_membership,
 )
+from molinkd.peer.membership.rendezvous_client import RendezvousClient
 from molinkd.peer.node import Node
 from molinkd.peer.resources import Resources
 from molinkd.tasks import cancel_tasks
@@ -89,6 +90,7 @@ class Daemon:
         self._device_daemons: DeviceDaemons | None = None
         self._leadership: Leadership | None = None
         self._draft_model: DraftModelFolder | None = None
+        self._rendezvous: RendezvousClient | None = None
         self._commands = UserCommands(
             self._query_status,
             self._forward_request,
@@ -150,7 +152,8 @@ class Daemon:
         stack.push_async_callback(cancel_tasks, hashing)
         context = zmq.asyncio.Context()
         stack.callback(context.destroy, linger=0)
-        resources = self._open_control(stack, context, repository)
+        rendezvous = self._open_rendezvous(stack, keys, chosen or record)
+        resources = self._open_control(stack, context, repository, rendezvous)
         membership = await self._find_membership(context, keys, chosen, record)
         swarm = membership.swarm if membership is not None else None
         replica = ReplicaFile(self._home.replica, swarm)
@@ -160,8 +163,11 @@ class Daemon:
             membership,
             able=not self._launch.pc,
             on_misbehaviour=resources.server.report_misbehaviour,
+            rendezvous=rendezvous,
         )
         stack.push_async_callback(leadership.close)
+        if rendezvous is not None:
+            rendezvous.start(partial(_find_socket, resources, leadership))
         if leadership.is_founder:
             await leadership.found_swarm()
         announcer = SwarmAnnouncer(self._settings, lambda: leadership.coordinator)
@@ -186,6 +192,18 @@ class Daemon:
         offering = self._offer_models(launches, keys, repository, node)
         for work in (bootstrap.request_serving(node.session), bootstrap.watch_files(), offering):
             stack.push_async_callback(cancel_tasks, asyncio.create_task(work))
+
+    def _open_rendezvous(
+        self, stack: AsyncExitStack, keys: KeyPair, known: MembershipRecord | JoinToken | None
+    ) -> RendezvousClient | None:
+        """This PC at the rendezvous of the settings, or of the token by which it came."""
+        text = self._settings.rendezvous or (known.rendezvous if known is not None else "")
+        if not text:
+            return None
+        address = RendezvousAddress.parse(text)
+        self._rendezvous = RendezvousClient(address, keys, local_dial_host(self._settings.host))
+        stack.push_async_callback(self._rendezvous.close)
+        return self._rendezvous
 
     def _make_bootstrap(
         self, launch: Launch, keys: KeyPair, repository: ModelRepository
@@ -282,7 +300,7 @@ class Daemon:
         if not record.is_banned:
             return record
         try:
-            return await renew_membership(context, keys, record)
+            return await renew_membership(context, keys, record, self._rendezvous)
         except PeerBanned as error:
             raise PeerBanned(
                 f"{self._banned_text(record.swarm)} (just confirmed: {error})"
@@ -336,13 +354,15 @@ class Daemon:
     ) -> MembershipRecord:
         """Join with the token, or continue as a member if the token fails."""
         try:
-            return await join_swarm(context, keys, token, self._settings.name)
+            return await join_swarm(context, keys, token, self._settings.name, self._rendezvous)
         except (TokenError, Unavailable) as error:
             if record is None or record.is_banned:
                 raise
             why = "this PC is already a member, so it ignores the token"
             self._announce(ProblemReportedEvent(text=f"{why}: {error}"))
-            return msgspec.structs.replace(record, addresses=token.addresses)
+            return msgspec.structs.replace(
+                record, addresses=token.addresses, rendezvous=token.rendezvous
+            )
 
     async def _measure_device(self) -> MeasuredDevice:
         if self._settings.stage == "none":
@@ -357,7 +377,11 @@ class Daemon:
         return measured if draft is None else draft.reserve_memory(measured, self._settings)
 
     def _open_control(
-        self, stack: AsyncExitStack, context: zmq.asyncio.Context, repository: ModelRepository
+        self,
+        stack: AsyncExitStack,
+        context: zmq.asyncio.Context,
+        repository: ModelRepository,
+        rendezvous: RendezvousClient | None,
     ) -> Resources:
         """Open the control socket."""
         settings, keys = self._settings, self._home.load_keys()
@@ -396,6 +420,7 @@ class Daemon:
             self._announce,
             self._transfers,
             self._launch.pc,
+            rendezvous,
         )
 
     async def _start_node(
@@ -470,7 +495,7 @@ class Daemon:
             raise Unavailable("this daemon is still starting")
         return self._leadership.answer_request(peer, request)
 
-    def _coordinator_location(self) -> tuple[str, tuple[str, ...]]:
+    def _coordinator_location(self) -> tuple[str, tuple[str, ...], str]:
         if self._leadership is None or self._leadership.membership is None:
             raise Unavailable("this daemon is still starting")
         return self._leadership.coordinator_location()
@@ -536,3 +561,10 @@ class Daemon:
         if self._node is None:
             raise Unavailable("the daemon is still starting; try again in a moment")
         return self._node
+
+
+def _find_socket(resources: Resources, leadership: Leadership, wanted: bytes) -> int:
+    """Port of the socket that a caller at the rendezvous asks for; 0 if there is none."""
+    if wanted == COORDINATOR:
+        return leadership.coordinator_port
+    return resources.server.port if wanted == CONTROL else 0

@@ -101,6 +101,11 @@ class Home:
         return self.root / "replica.msgpack"
 
     @property
+    def rendezvous(self) -> Path:
+        """Secret of the rendezvous that this PC runs."""
+        return self.root / "rendezvous.key"
+
+    @property
     def run_file(self) -> Path:
         """Where the command line finds the running daemon."""
         return self.root / "run.json"

@@ -163,6 +163,7 @@ class Node:
             self._announce_problem,
             leadership.on_heartbeat,
             leadership.on_connection_lost,
+            resources.rendezvous,
         )
         leadership.on_follow = session.follow_coordinator
         session.find_log = lambda: leadership.replica.log

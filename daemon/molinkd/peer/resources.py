@@ -14,6 +14,7 @@ from molinkd.peer.artifacts.model_repository import ModelRepository
 from molinkd.peer.artifacts.transfers import Transfers
 from molinkd.peer.home import Home
 from molinkd.peer.launch import Announce
+from molinkd.peer.membership.rendezvous_client import RendezvousClient
 from molinkd.peer.settings import Settings
 
 
@@ -33,6 +34,8 @@ class Resources:
     transfers: Transfers = field(default_factory=Transfers)
     #: As in :class:`~molinkd.peer.launch.Launch`.
     pc: str = ""
+    #: This PC at its rendezvous, if it has one.
+    rendezvous: RendezvousClient | None = None
 
     @property
     def me(self) -> str:

@@ -24,6 +24,7 @@ from molink.swarm.agent.pause_policy import DailyWindow
 from molink.swarm.membership.discovery import PAIRING_PORT
 from molink.swarm.membership.sanitize import sanitize_name
 from molink.text.tool_calls.formats import ToolCallParserChoice
+from molink.wire.messages.rendezvous import RendezvousAddress
 from molink.wire.sockets.secrets import write_secret
 from molinkd.peer.home import Home
 from molinkd.peer.membership.addresses import is_reachable_name
@@ -79,6 +80,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     #: Whether the leader announces the swarm on the local network and accepts pairing requests, and
     #: ``molink join`` without a token scans for swarms.
     discovery: bool = True
+    #: Where peers behind routers meet, ``SECRET@HOST:PORT``; empty means that of the token.
+    rendezvous: Annotated[str, msgspec.Meta(max_length=256)] = ""
     #: Pairing port, or the next free one below it.
     pairing_port: Port = PAIRING_PORT
     #: API key; required unless the API is bound to loopback.
@@ -172,13 +175,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             raise ValueError("`stage` A-B is for a PC with one `device`; others take auto")
         for text in self.pause_times:
             DailyWindow.parse(text)
-        for text in self.advertise:
-            host, _, port = text.rpartition(":")
-            named = is_reachable_name(host.strip("[]")) and port.isdecimal()
-            if not is_reachable_name(text) and not (named and 0 < int(port) < 65536):
-                raise ValueError(
-                    f"`advertise` takes addresses or host names, like 192.168.1.7, not {text!r}"
-                )
+        _check_addresses(self)
         for name, choices in _policy_choices(self.pipeline).items():
             chosen = getattr(self.pipeline, name)
             if chosen not in choices:
@@ -205,7 +202,7 @@ SETTING_NAMES = (
 )
 
 #: Settings whose values are never shown.
-SECRET_SETTINGS = ("api_key", "api_keys")
+SECRET_SETTINGS = ("api_key", "api_keys", "rendezvous")
 
 #: How many ports are tried, unless the port was set explicitly.
 MAX_PORTS_TRIED = 16
@@ -213,6 +210,21 @@ _SINGLE_PORTS = ("api_port", "coordinator_port", "control_port")
 
 #: Settings from one source, before merging.
 SettingsLayer = Mapping[str, Any]
+
+
+def _check_addresses(settings: Settings) -> None:
+    for text in settings.advertise:
+        host, _, port = text.rpartition(":")
+        named = is_reachable_name(host.strip("[]")) and port.isdecimal()
+        if not is_reachable_name(text) and not (named and 0 < int(port) < 65536):
+            raise ValueError(
+                f"`advertise` takes addresses or host names, like 192.168.1.7, not {text!r}"
+            )
+    if settings.rendezvous:
+        try:
+            RendezvousAddress.parse(settings.rendezvous)
+        except ValueError as error:
+            raise ValueError(f"`rendezvous`: {error}") from None
 
 
 def _policy_choices(pipeline: PipelineSettings) -> dict[str, tuple[str, ...]]:

@@ -1,9 +1,9 @@
 """The join token: one word to paste, with everything a PC needs to become a member.
 
 It holds the coordinator's addresses and public key, the secret key of an invitation, which lets a
-PC send a single message to the coordinator, and a few contact points that know where the
-coordinator runs by then. Text form: ``molink-`` and base64url of a checksum, a version byte and a
-msgpack array.
+PC send a single message to the coordinator, a few contact points that know where the coordinator
+runs by then, and the rendezvous at which all of them can be called. Text form: ``molink-`` and
+base64url of a checksum, a version byte and a msgpack array.
 """
 
 import base64
@@ -18,6 +18,7 @@ import msgspec
 from molink.errors import TokenError
 from molink.facts.scalars import Addresses, Count, Text
 from molink.wire.messages.base import PublicKey
+from molink.wire.messages.rendezvous import RendezvousAddress
 from molink.wire.signing import Signer
 
 TOKEN_PREFIX = "molink-"
@@ -39,7 +40,8 @@ class ContactPoint(msgspec.Struct, frozen=True, array_like=True):
 class JoinToken(msgspec.Struct, frozen=True, array_like=True, repr_omit_defaults=True):
     """A parsed join token. ``addresses`` are ``host:port``; ``expires`` is unix time, 0 = never.
 
-    ``secret_key`` is the seed of the invitation's keys.
+    ``secret_key`` is the seed of the invitation's keys. ``leader`` is the peer to call at the
+    rendezvous.
     """
 
     swarm: Text
@@ -48,6 +50,8 @@ class JoinToken(msgspec.Struct, frozen=True, array_like=True, repr_omit_defaults
     secret_key: PublicKey
     expires: Count = 0
     contact_points: Annotated[tuple[ContactPoint, ...], msgspec.Meta(max_length=4)] = ()
+    rendezvous: Text = ""
+    leader: Text = ""
 
     def __str__(self) -> str:
         body = bytes([_VERSION]) + msgspec.msgpack.encode(self)
@@ -98,6 +102,8 @@ def _decode(raw: bytes) -> JoinToken:
     try:
         token = msgspec.msgpack.decode(body[1:], type=JoinToken)
         Signer(token.secret_key)
+        if token.rendezvous:
+            RendezvousAddress.parse(token.rendezvous)
     except ValueError as error:  # msgspec's own, text that is no UTF-8, and a seed that is no key
         raise _malformed_token(str(error)) from None
     return token

@@ -79,11 +79,12 @@ class JoinRequest(Message, frozen=True, kw_only=True, tag="join-request"):
 
 
 class JoinRedirect(Message, frozen=True, kw_only=True, tag="join-redirect"):
-    """A peer's reply to :class:`JoinRequest`: the coordinator to ask."""
+    """A peer's reply to :class:`JoinRequest`: the coordinator to ask, and its peer."""
 
     ref: Count
     coordinator_key: PublicKey
     addresses: Addresses
+    leader: Text = ""
 
 
 class JoinReply(Message, frozen=True, kw_only=True, tag="join-reply"):

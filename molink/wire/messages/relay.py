@@ -24,6 +24,9 @@ from molink.wire.messages.base import Message, Port
 Secret = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 #: Which end dials the other, and which waits.
 Role = Literal["dials", "waits"]
+#: What an end claims to be: also a peer that can be called at a rendezvous, and one that calls it
+#: (:mod:`molink.wire.messages.rendezvous`).
+Claim = Role | Literal["registers", "calls"]
 
 #: Relays at once on one PC.
 MAX_OF_PEER = 16
@@ -39,7 +42,12 @@ RECORD_LENGTH = struct.Struct(">I")
 _SIGN = struct.Struct(">QQQ?")
 _MAC_BYTES = 16
 SIGN_BYTES = _SIGN.size + _MAC_BYTES
-_ROLES: dict[Role, bytes] = {"dials": b"d", "waits": b"w"}
+_LETTERS: dict[Claim, bytes] = {
+    "dials": b"d",
+    "waits": b"w",
+    "registers": b"r",
+    "calls": b"c",
+}
 
 
 class OpenRelay(Message, frozen=True, kw_only=True, tag="open-relay"):
@@ -81,27 +89,27 @@ class CloseRelay(Message, frozen=True, kw_only=True, tag="close-relay"):
     id: Count
 
 
-def compute_proof(id: int, role: Role, secret: bytes, nonce: bytes) -> bytes:
+def compute_proof(id: int, claim: Claim, secret: bytes, nonce: bytes) -> bytes:
     """An end's answer to a relay's nonce."""
-    begin = id.to_bytes(8, "big") + _ROLES[role]
+    begin = id.to_bytes(8, "big") + _LETTERS[claim]
     return begin + hmac.new(secret, nonce + begin, hashlib.sha256).digest()
 
 
-def parse_claim(answer: bytes) -> tuple[int, Role]:
-    """The relay id and role that an answer claims, unverified.
+def parse_claim(answer: bytes) -> tuple[int, Claim]:
+    """The relay id and the claim of an answer, unverified.
 
     Raises:
         WireError: it is invalid.
     """
-    for role, letter in _ROLES.items():
+    for claim, letter in _LETTERS.items():
         if len(answer) == PROOF_BYTES and answer[8:9] == letter:
-            return int.from_bytes(answer[:8], "big"), role
+            return int.from_bytes(answer[:8], "big"), claim
     raise WireError("not an answer to a relay's nonce")
 
 
-def is_valid_proof(answer: bytes, id: int, role: Role, secret: bytes, nonce: bytes) -> bool:
+def is_valid_proof(answer: bytes, id: int, claim: Claim, secret: bytes, nonce: bytes) -> bool:
     """Whether an answer proves knowledge of the secret."""
-    return hmac.compare_digest(answer, compute_proof(id, role, secret, nonce))
+    return hmac.compare_digest(answer, compute_proof(id, claim, secret, nonce))
 
 
 class SignOfLife(NamedTuple):
@@ -135,7 +143,7 @@ class SignOfLife(NamedTuple):
 
 
 def _sign_body(body: bytes, role: Role, end_secret: bytes, nonce: bytes) -> bytes:
-    person = b"molink-life-" + _ROLES[role]
+    person = b"molink-life-" + _LETTERS[role]
     return hashlib.blake2b(
         nonce + body, digest_size=_MAC_BYTES, key=end_secret, person=person
     ).digest()

@@ -57,6 +57,7 @@ from molink.wire.messages.election import (
     LeaderView,
 )
 from molink.wire.messages.instructions import PeerInfo
+from molink.wire.messages.rendezvous import CONTROL
 from molink.wire.sockets.client import Client, is_refused
 from molink.wire.sockets.create_socket import endpoints
 from molink.wire.sockets.key_pair import KeyPair
@@ -71,33 +72,62 @@ from molinkd.peer.election.coordinator_process import (
 from molinkd.peer.launch import Announce, ProblemReportedEvent
 from molinkd.peer.membership.addresses import local_dial_host
 from molinkd.peer.membership.membership_record import MembershipRecord
+from molinkd.peer.membership.rendezvous_client import RendezvousClient
 from molinkd.tasks import cancel_tasks
 
 log = logging.getLogger(__name__)
 
 #: Reply timeout, in seconds.
 REPLY_TIMEOUT_S = 1.0
+#: A rendezvous is spared if a peer answers directly within this time, in seconds.
+CALL_DELAY_S = 0.2
 #: Leader queries that a peer may send: four a second to each of eight addresses.
 REQUEST_LIMIT = RateLimit(burst=256, per_second=32.0)
 
 
 async def query_leader(
-    context: zmq.asyncio.Context, keys: KeyPair, info: PeerInfo, request: LeaderRequest
+    context: zmq.asyncio.Context,
+    keys: KeyPair,
+    info: PeerInfo,
+    request: LeaderRequest,
+    rendezvous: RendezvousClient | None = None,
 ) -> LeaderView | None:
-    """The first reply from any of the peer's addresses; ``None`` without one."""
-    found = endpoints(info.addresses, info.control_port)
+    """The first reply from any of the peer's addresses, or by a call; ``None`` without one."""
     asking = [
-        asyncio.ensure_future(_query_address(context, keys, info, one, request)) for one in found
+        asyncio.ensure_future(_query_address(context, keys, info, one, request))
+        for one in endpoints(info.addresses, info.control_port)
     ]
+    calling = None
+    if rendezvous is not None:
+        calling = asyncio.ensure_future(_call_peer(context, keys, info, request, rendezvous))
+        asking.append(calling)
     answer: LeaderView | None = None
     try:
         for done in asyncio.as_completed(asking):
             answer = await done
             if answer is not None:
                 break
+        if rendezvous is not None and answer is not None:
+            by_call = calling is not None and calling.done() and calling.result() is answer
+            rendezvous.record_reached(info.peer, by_call=by_call)
     finally:
         await cancel_tasks(*asking)
     return answer
+
+
+async def _call_peer(
+    context: zmq.asyncio.Context,
+    keys: KeyPair,
+    info: PeerInfo,
+    request: LeaderRequest,
+    rendezvous: RendezvousClient,
+) -> LeaderView | None:
+    """The reply to a call at the rendezvous; ``None`` without one."""
+    await asyncio.sleep(CALL_DELAY_S)
+    address = rendezvous.local_endpoint(info.peer, CONTROL)
+    if not address:
+        return None
+    return await _query_address(context, keys, info, address, request, is_local=True)
 
 
 async def _query_address(
@@ -106,19 +136,25 @@ async def _query_address(
     info: PeerInfo,
     address: str,
     request: LeaderRequest,
+    *,
+    is_local: bool = False,
 ) -> LeaderView | None:
-    """The reply from one address; ``None`` without one."""
+    """The reply from one address; ``None`` without one.
+
+    ``is_local``: it is an endpoint of this PC for another one, and refuses nothing.
+    """
     client: Client[ControlMessage] = Client(
         context, keys, control_codec(), info.public_key, (address,), name=info.name
     )
     try:
         client.start()
         asking = asyncio.ensure_future(client.send_request(request, timeout=REPLY_TIMEOUT_S))
-        refusing = asyncio.ensure_future(is_refused(address))
+        refusing = None if is_local else asyncio.ensure_future(is_refused(address))
         try:
-            await asyncio.wait((asking, refusing), return_when=asyncio.FIRST_COMPLETED)
-            if not asking.done() and refusing.result():
-                return None  # refused: no need to wait
+            if refusing is not None:
+                await asyncio.wait((asking, refusing), return_when=asyncio.FIRST_COMPLETED)
+                if not asking.done() and refusing.result():
+                    return None  # refused: no need to wait
             reply, _ = await asking
         finally:
             await cancel_tasks(asking, refusing)
@@ -248,6 +284,7 @@ class Leadership:
         *,
         able: bool = True,
         on_misbehaviour: Callable[[str, str], None] = lambda _peer, _reason: None,
+        rendezvous: RendezvousClient | None = None,
     ) -> None:
         """``membership`` is ``None`` to found a swarm. Without ``able`` this PC never leads.
 
@@ -259,6 +296,7 @@ class Leadership:
         self.membership = membership
         self.on_follow = on_follow
         self._can_lead = able
+        self._rendezvous = rendezvous
         self._report_misbehaviour = on_misbehaviour
         self._requests = KeyedTokenBuckets(REQUEST_LIMIT)
         self._me = derive_peer_id(host.keys.public)
@@ -360,15 +398,22 @@ class Leadership:
         return None if self._process is None else self._process.announcement
 
     @property
+    def coordinator_port(self) -> int:
+        """Port of this PC's coordinator; 0 if none runs."""
+        return 0 if self._process is None else self._process.port
+
+    @property
     def target(self) -> MembershipRecord:
         """The swarm and the last known location of its coordinator."""
         assert self.membership is not None
         return self.membership
 
-    def coordinator_location(self) -> tuple[str, tuple[str, ...]]:
-        """Public key and addresses of the coordinator, for other PCs."""
+    def coordinator_location(self) -> tuple[str, tuple[str, ...], str]:
+        """Public key and addresses of the coordinator, and the peer where it runs."""
         target = self.target
-        return target.coordinator_key, self._own_addresses if self.is_leader else target.addresses
+        if self.is_leader:
+            return target.coordinator_key, self._own_addresses, self._me
+        return target.coordinator_key, target.addresses, target.leader
 
     # --- missing peers ---
 
@@ -512,7 +557,8 @@ class Leadership:
             return None
         view = election.build_view(self._loop.time())
         request = LeaderRequest(ref=0, swarm=self.membership.swarm, view=view)
-        return await query_leader(self._host.context, self._host.keys, info, request)
+        host = self._host
+        return await query_leader(host.context, host.keys, info, request, self._rendezvous)
 
     def _find_peer(self, peer: str) -> PeerInfo | None:
         held = self.replica.replica

@@ -5,6 +5,7 @@ The coordinator stores and distributes entries of the membership log, but can't 
 
 import time
 from collections.abc import Awaitable, Callable
+from typing import NamedTuple
 
 import msgspec
 
@@ -60,6 +61,16 @@ MembershipRequest = (
 )
 
 
+class MeetingPoint(NamedTuple):
+    """The rendezvous of this PC, and the peer to call there; both empty without one."""
+
+    rendezvous: str
+    leader: str
+
+
+NO_MEETING_POINT = MeetingPoint("", "")
+
+
 async def send_membership_request(
     request: MembershipRequest,
     keys: KeyPair,
@@ -67,15 +78,17 @@ async def send_membership_request(
     coordinator_key: str,
     ask: AskCoordinator,
     known: MembershipLog | None = None,
+    meeting: MeetingPoint = NO_MEETING_POINT,
 ) -> ControlMessage:
     """Carry out a request for the swarm of that id; returns the reply for the user.
 
-    ``known`` is this PC's own log, since a coordinator may hide entries.
+    ``known`` is this PC's own log, since a coordinator may hide entries. ``meeting`` is for tokens.
 
     Raises:
         MolinkError: it can't be done, or the coordinator refuses.
     """
-    return await _Requester(keys, swarm, coordinator_key, ask, known).carry_out(request)
+    requester = _Requester(keys, swarm, coordinator_key, ask, known, meeting)
+    return await requester.carry_out(request)
 
 
 class _Requester:
@@ -86,8 +99,10 @@ class _Requester:
         coordinator_key: str,
         ask: AskCoordinator,
         known: MembershipLog | None,
+        meeting: MeetingPoint,
     ) -> None:
         self._signer, self._swarm, self._ask = keys.signer, swarm, ask
+        self._meeting = meeting
         self._coordinator_key, self._known = coordinator_key, known
         self._me = derive_peer_id(keys.public)
 
@@ -151,6 +166,8 @@ class _Requester:
             secret_key=invited.seed,
             expires=found.entry.expires_at,
             contact_points=contacts,
+            rendezvous=self._meeting.rendezvous,
+            leader=self._meeting.leader,
         )
         return InviteReply(ref=request.ref, token=str(token), id=found.id)
 

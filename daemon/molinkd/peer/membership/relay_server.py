@@ -1,10 +1,10 @@
 """Relays the encrypted traffic of two PCs that can't connect to each other.
 
-Both ends connect here and prove that they know the relay's secret from the coordinator
-(:mod:`molink.wire.messages.relay`). One end waits; when the other connects, the two are joined.
-Everything is bounded: relays, connections, unauthenticated connections, the accept rate, the total
-byte rate, and buffered bytes (one chunk per direction). Addresses of the ends have slots of their
-own, so that strangers elsewhere can't take them.
+Both ends connect here and prove that they know a secret (:mod:`molink.wire.messages.relay`). One
+end waits; when the other connects, the two are joined. Everything is bounded: sessions,
+connections, unauthenticated connections, the accept rate, the total byte rate, and buffered bytes
+(one chunk per direction). Addresses of the ends have slots of their own, so that strangers
+elsewhere can't take them.
 """
 
 import asyncio
@@ -12,6 +12,7 @@ import contextlib
 import logging
 import secrets
 import socket
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
@@ -25,17 +26,17 @@ from molink.wire.messages.relay import (
     NONCE_BYTES,
     PEER_ARRIVED,
     PROOF_BYTES,
+    Claim,
     OpenRelay,
     compute_proof,
     is_valid_proof,
     parse_claim,
 )
+from molinkd.peer.membership.relay_ends import spawn_in
 from molinkd.splice import Stream, close_after, listen_on_free_port, open_stream, splice_streams
 
 log = logging.getLogger(__name__)
 
-#: Maximum number of connections in total and per relay.
-MAX_CONNECTIONS, MAX_OF_RELAY = 128, 24
 #: Maximum number of unauthenticated connections: from addresses of the ends, and from others, in
 #: all and per address.
 MAX_FROM_ENDS, MAX_STRANGERS, MAX_STRANGERS_PER_ADDRESS = 32, 32, 16
@@ -55,84 +56,74 @@ UNUSED_TIMEOUT_S = 300.0
 _PAUSE_S = 0.5
 
 
-@dataclass(slots=True)
-class _RelaySession:
-    """One relay."""
+@dataclass(frozen=True, slots=True)
+class ConnectionLimits:
+    """Maximum number of authenticated connections, in all and per session."""
 
-    secret: bytes
+    total: int
+    per_session: int
+
+
+RELAY_LIMITS = ConnectionLimits(128, 24)
+
+
+@dataclass(slots=True)
+class RelaySession:
+    """Two ends that may meet, any number of times."""
+
     last_used: float
     ends: deque[str]
+    #: Empty at a rendezvous, where all secrets derive from one.
+    secret: bytes = b""
     waiting: list[Stream] = field(default_factory=list)
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
     tasks: set[asyncio.Task[Any]] = field(default_factory=set)
 
+    @property
+    def num_connections(self) -> int:
+        """Connections of both ends."""
+        return 2 * len(self.tasks) + len(self.waiting)
 
-class RelayServer:
-    """All relays of this PC, on one port that is open only while there are any."""
 
-    def __init__(self, host: str, first_port: int, rate: float = RATE_LIMIT) -> None:
-        self._host, self._first_port, self._rate_limit = host, first_port, rate
-        self._sessions: dict[int, _RelaySession] = {}
+class MeetingServer(ABC):
+    """Accepts ends on one port and joins those of one session."""
+
+    def __init__(self, limits: ConnectionLimits, rate: float) -> None:
+        self._limits, self._rate_limit = limits, rate
+        self._sessions: dict[int, RelaySession] = {}
         self._unauthenticated: set[asyncio.Task[Any]] = set()
         self._from_ends = ConnectionSlots[asyncio.StreamWriter](MAX_FROM_ENDS, MAX_FROM_ENDS)
         self._strangers = ConnectionSlots[asyncio.StreamWriter](
             MAX_STRANGERS, MAX_STRANGERS_PER_ADDRESS
         )
-        self._listener: socket.socket | None = None
         self._accepting: asyncio.Task[None] | None = None
         #: Time at which the bytes so far conform to the rate limit.
         self._free_at = 0.0
         self.port = 0
         self.bytes_relayed = 0
 
-    # --- for the coordinator -----------------------------------------------------------------
+    @abstractmethod
+    async def _authenticate(self, stream: Stream) -> tuple[int, Claim]:
+        """The session and the claim of a new connection.
 
-    def open_relay(self, order: OpenRelay) -> int:
-        """Open a relay; returns the port, or 0 on failure."""
-        self._drop_unused()
-        if order.id not in self._sessions and len(self._sessions) >= MAX_OF_PEER:
-            return 0
-        if self._listener is None:
-            try:
-                host = "" if self._host == "*" else self._host
-                self._listener = listen_on_free_port(host, self._first_port, _NUM_PORTS, _BACKLOG)
-            except OSError as error:
-                log.warning("can't relay for other PCs: %s", error)
-                return 0
-            self.port = int(self._listener.getsockname()[1])
-            self._accepting = asyncio.get_running_loop().create_task(
-                self._accept_connections(self._listener)
-            )
-            close_after(self._accepting, self._listener)
-        ends = deque(order.ends, maxlen=_MAX_END_ADDRESSES)
-        self._sessions.setdefault(order.id, _RelaySession(order.secret, self._now(), ends))
-        log.info("relaying for two other PCs on port %d", self.port)
-        return self.port
-
-    def close_relay(self, id: int) -> None:
-        """Close a relay and its connections."""
-        session = self._sessions.pop(id, None)
-        if session is not None:
-            for task in session.tasks:
-                task.cancel()
-            for _, writer in session.waiting:
-                writer.transport.abort()
-        if not self._sessions:
-            self._close_listener()
+        Raises:
+            WireError: It does not know the secret.
+            OSError, EOFError: The connection was lost.
+        """
 
     async def close(self) -> None:
-        """Close all relays."""
+        """Close all sessions."""
         tasks = [task for session in self._sessions.values() for task in session.tasks]
         tasks += [*self._unauthenticated, *([self._accepting] if self._accepting else [])]
         for id in tuple(self._sessions):
-            self.close_relay(id)
+            self._close_session(id)
         self._close_listener()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     @property
     def num_connections(self) -> int:
-        """Connections of all relays."""
-        return sum(map(self._num_connections, self._sessions.values()))
+        """Authenticated connections of all sessions."""
+        return sum(session.num_connections for session in self._sessions.values())
 
     # --- connections ---
 
@@ -161,8 +152,8 @@ class RelayServer:
             if replaced is not None:
                 replaced.transport.abort()
             async with asyncio.timeout(TALK_S):
-                id, role = await self._authenticate(stream)
-            kept = self._admit_end(stream, id, role)
+                id, claim = await self._authenticate(stream)
+            kept = self._admit_end(stream, id, claim)
             if kept and address not in self._sessions[id].ends:
                 self._sessions[id].ends.append(address)
         finally:
@@ -170,58 +161,47 @@ class RelayServer:
             if not kept:
                 writer.transport.abort()
 
-    async def _authenticate(self, stream: Stream) -> tuple[int, str]:
-        """The relay id and role of a new connection.
-
-        Raises:
-            WireError: It does not know the secret.
-        """
-        reader, writer = stream
-        nonce = secrets.token_bytes(NONCE_BYTES)
-        writer.write(nonce)
-        answer = await reader.readexactly(PROOF_BYTES)
-        id, role = parse_claim(answer)
-        session = self._sessions.get(id)
-        if session is None or not is_valid_proof(answer, id, role, session.secret, nonce):
-            raise WireError("wrong relay secret")
-        return id, role
-
-    def _admit_end(self, stream: Stream, id: int, role: str) -> bool:
+    def _admit_end(self, stream: Stream, id: int, claim: Claim) -> bool:
         session = self._sessions.get(id)
         if (
             session is None
-            or self.num_connections >= MAX_CONNECTIONS
-            or self._num_connections(session) >= MAX_OF_RELAY
+            or self.num_connections >= self._limits.total
+            or session.num_connections >= self._limits.per_session
         ):
             return False
         session.last_used = self._now()
-        if role == "waits":
+        if claim in ("waits", "registers"):
             # Only the newest connection is sure to be alive: routers drop idle ones.
             for _, writer in session.waiting:
                 writer.transport.abort()
             session.waiting[:] = [stream]
             session.arrived.set()
         else:
-            self._spawn(self._join_ends(session, stream), session.tasks)
+            self._spawn(self._join_ends(session, stream, claim), session.tasks)
         return True
 
-    async def _join_ends(self, session: _RelaySession, stream: Stream) -> None:
+    async def _join_ends(self, session: RelaySession, stream: Stream, claim: Claim) -> None:
         """Join a dialling end with the waiting one."""
+        del claim
         try:
             async with asyncio.timeout(MEET_S):
-                while True:
-                    while not session.waiting:
-                        session.arrived.clear()
-                        await session.arrived.wait()
-                    other = session.waiting.pop()
-                    if not other[1].is_closing() and not other[0].at_eof():
-                        break
-                    other[1].transport.abort()
+                other = await self._pop_waiting(session)
             other[1].write(PEER_ARRIVED)
             await splice_streams(stream, other, self._limit_rate)
         finally:
             session.last_used = self._now()
             stream[1].transport.abort()
+
+    async def _pop_waiting(self, session: RelaySession) -> Stream:
+        """The waiting end, once there is one that is alive."""
+        while True:
+            while not session.waiting:
+                session.arrived.clear()
+                await session.arrived.wait()
+            other = session.waiting.pop()
+            if not other[1].is_closing() and not other[0].at_eof():
+                return other
+            other[1].transport.abort()
 
     async def _limit_rate(self, nbytes: int) -> None:
         now = self._now()
@@ -232,21 +212,32 @@ class RelayServer:
 
     # --- housekeeping ------------------------------------------------------------------------
 
-    def _num_connections(self, session: _RelaySession) -> int:
-        return 2 * len(session.tasks) + len(session.waiting)
+    def _close_session(self, id: int) -> None:
+        session = self._sessions.pop(id, None)
+        if session is not None:
+            for task in session.tasks:
+                task.cancel()
+            for _, writer in session.waiting:
+                writer.transport.abort()
 
-    def _drop_unused(self) -> None:
-        """Close abandoned relays."""
+    def _close_unused(self, timeout: float) -> None:
+        """Close sessions that nobody has used for ``timeout`` seconds."""
         now = self._now()
         for id, session in tuple(self._sessions.items()):
-            if not session.tasks and now - session.last_used > UNUSED_TIMEOUT_S:
-                self.close_relay(id)
+            if not session.tasks and now - session.last_used > timeout:
+                self._close_session(id)
+
+    def _accept_from(self, listener: socket.socket) -> None:
+        """Accept connections from now on; closes the listener at the end."""
+        self.port = int(listener.getsockname()[1])
+        accepting = self._accept_connections(listener)
+        self._accepting = asyncio.get_running_loop().create_task(accepting)
+        close_after(self._accepting, listener)
 
     def _close_listener(self) -> None:
         if self._accepting is not None:
             self._accepting.cancel()
             self._accepting = None
-        self._listener = None
         for task in self._unauthenticated:
             task.cancel()
         self.port = 0
@@ -255,23 +246,63 @@ class RelayServer:
         return asyncio.get_running_loop().time()
 
     def _spawn(self, work: Coroutine[Any, Any, None], tasks: set[asyncio.Task[Any]]) -> None:
-        task = asyncio.get_running_loop().create_task(work, name="molink-relay")
-        tasks.add(task)
-
-        def ended(done: asyncio.Task[Any]) -> None:
-            tasks.discard(done)
-            if done.cancelled() or done.exception() is None:
-                return
-            error = done.exception()
-            if isinstance(error, (OSError, EOFError, WireError, TimeoutError)):
-                log.debug("a relay connection was closed: %r", error)
-            else:
-                log.error("a relay failed", exc_info=error)
-
-        task.add_done_callback(ended)
+        spawn_in(tasks, work, "molink-relay")
 
 
-async def authenticate_end(stream: Stream, id: int, role: str, secret: bytes) -> None:
+class RelayServer(MeetingServer):
+    """All relays of this PC, on one port that is open only while there are any."""
+
+    def __init__(
+        self,
+        host: str,
+        first_port: int,
+        rate: float = RATE_LIMIT,
+        limits: ConnectionLimits = RELAY_LIMITS,
+    ) -> None:
+        super().__init__(limits, rate)
+        self._host, self._first_port = host, first_port
+
+    def open_relay(self, order: OpenRelay) -> int:
+        """Open a relay; returns the port, or 0 on failure."""
+        self._close_unused(UNUSED_TIMEOUT_S)
+        if order.id not in self._sessions and len(self._sessions) >= MAX_OF_PEER:
+            return 0
+        if self._accepting is None:
+            try:
+                host = "" if self._host == "*" else self._host
+                listener = listen_on_free_port(host, self._first_port, _NUM_PORTS, _BACKLOG)
+            except OSError as error:
+                log.warning("can't relay for other PCs: %s", error)
+                return 0
+            self._accept_from(listener)
+        ends = deque(order.ends, maxlen=_MAX_END_ADDRESSES)
+        self._sessions.setdefault(order.id, RelaySession(self._now(), ends, order.secret))
+        log.info("relaying for two other PCs on port %d", self.port)
+        return self.port
+
+    def close_relay(self, id: int) -> None:
+        """Close a relay and its connections."""
+        self._close_session(id)
+        if not self._sessions:
+            self._close_listener()
+
+    async def _authenticate(self, stream: Stream) -> tuple[int, Claim]:
+        reader, writer = stream
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        writer.write(nonce)
+        answer = await reader.readexactly(PROOF_BYTES)
+        id, claim = parse_claim(answer)
+        session = self._sessions.get(id)
+        if (
+            session is None
+            or claim not in ("dials", "waits")
+            or not is_valid_proof(answer, id, claim, session.secret, nonce)
+        ):
+            raise WireError("wrong relay secret")
+        return id, claim
+
+
+async def authenticate_end(stream: Stream, id: int, claim: Claim, secret: bytes) -> None:
     """Prove to a relay that we are one of its ends.
 
     Raises:
@@ -279,4 +310,4 @@ async def authenticate_end(stream: Stream, id: int, role: str, secret: bytes) ->
     """
     reader, writer = stream
     nonce = await reader.readexactly(NONCE_BYTES)
-    writer.write(compute_proof(id, "waits" if role == "waits" else "dials", secret, nonce))
+    writer.write(compute_proof(id, claim, secret, nonce))

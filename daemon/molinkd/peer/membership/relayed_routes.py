@@ -10,7 +10,7 @@ import contextlib
 import logging
 import secrets
 import socket
-from collections.abc import Callable, Collection, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine
 from typing import Any
 
 import msgspec
@@ -28,7 +28,6 @@ from molink.wire.messages.instructions import (
 )
 from molink.wire.messages.peer_reports import ReachReport
 from molink.wire.messages.relay import (
-    PEER_ARRIVED,
     PORT_BYTES,
     STREAM_NONCE_BYTES,
     CloseRelay,
@@ -37,6 +36,13 @@ from molink.wire.messages.relay import (
     RelayOpened,
 )
 from molinkd.peer.membership.addresses import LOOPBACK, local_dial_host
+from molinkd.peer.membership.relay_ends import (
+    CONNECT_TIMEOUT_S,
+    accept_local,
+    await_other_end,
+    connect_any,
+    spawn_in,
+)
 from molinkd.peer.membership.relay_server import RelayServer, authenticate_end
 from molinkd.peer.membership.relayed_stream import RelayedStream
 from molinkd.peer.resources import Resources
@@ -45,10 +51,6 @@ from molinkd.splice import Stream, close_after, listen_on_free_port, open_stream
 log = logging.getLogger(__name__)
 
 
-#: Timeout of connecting and authenticating to a relay, in seconds.
-CONNECT_TIMEOUT_S = 5.0
-#: Lifetime of a waiting connection, in seconds: routers drop idle ones.
-RECONNECT_INTERVAL_S = 30.0
 #: Retry interval for an unreachable relay, in seconds, and retries until it is given up.
 _AGAIN_S, _TRIES = 2.0, 60
 #: Maximum number of routes, and of connections per route.
@@ -136,12 +138,10 @@ class RelayedRoutes:
             except OSError as error:
                 log.warning("no relayed route to %s: %s", peer, error)
                 return ""
-            close_after(
-                self._spawn(
-                    relayed_route.id, self._accept_connections(relayed_route, listener, port)
-                ),
-                listener,
+            accepting = accept_local(
+                listener, lambda one: self._on_local_connection(relayed_route, one, port)
             )
+            close_after(self._spawn(relayed_route.id, accepting), listener)
         return f"tcp://{LOOPBACK}:{listener.getsockname()[1]}"
 
     def localize_stage(self, stage: StageAddress) -> StageAddress:
@@ -179,22 +179,14 @@ class RelayedRoutes:
 
     # --- dialling end ---
 
-    async def _accept_connections(
-        self, relayed_route: RelayedRoute, listener: socket.socket, port: int
+    def _on_local_connection(
+        self, relayed_route: RelayedRoute, connection: socket.socket, port: int
     ) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                connection, _ = await loop.sock_accept(listener)
-            except OSError:
-                await asyncio.sleep(_AGAIN_S)
-                continue
-            if len(self._tasks[relayed_route.id]) >= MAX_CONNECTIONS:
-                connection.close()
-            else:
-                self._spawn(
-                    relayed_route.id, self._forward_connection(relayed_route, connection, port)
-                )
+        if len(self._tasks[relayed_route.id]) >= MAX_CONNECTIONS:
+            connection.close()
+        else:
+            forwarding = self._forward_connection(relayed_route, connection, port)
+            self._spawn(relayed_route.id, forwarding)
 
     async def _forward_connection(
         self, relayed_route: RelayedRoute, connection: socket.socket, port: int
@@ -235,7 +227,7 @@ class RelayedRoutes:
         tries = 0
         while tries < _TRIES:
             try:
-                stream = await _await_other_end(relayed_route)
+                stream = await await_other_end(lambda: _connect_relay(relayed_route))
             except TimeoutError:
                 continue  # replace the idle connection
             except (OSError, EOFError) as error:
@@ -290,22 +282,7 @@ class RelayedRoutes:
             self._on_change(relayed_route.peer)
 
     def _spawn(self, id: int, work: Coroutine[Any, Any, None]) -> asyncio.Task[Any]:
-        tasks = self._tasks[id]
-        task = asyncio.get_running_loop().create_task(work, name="molink-relayed-route")
-        tasks.add(task)
-
-        def ended(done: asyncio.Task[Any]) -> None:
-            tasks.discard(done)
-            if done.cancelled() or done.exception() is None:
-                return
-            error = done.exception()
-            if isinstance(error, (OSError, EOFError, TimeoutError, MolinkError)):
-                log.debug("a relayed connection was closed: %r", error)
-            else:
-                log.error("a relayed route failed", exc_info=error)
-
-        task.add_done_callback(ended)
-        return task
+        return spawn_in(self._tasks[id], work, "molink-relayed-route")
 
 
 def _is_same_end(one: RelayedRoute, other: RelayedRoute) -> bool:
@@ -318,46 +295,13 @@ async def _connect_relay(relayed_route: RelayedRoute) -> Stream:
     Raises:
         OSError, EOFError: The relay is unreachable or rejects us.
     """
-    stream = await _connect_any(relayed_route.addresses, relayed_route.port)
+    stream = await connect_any(relayed_route.addresses, relayed_route.port)
     try:
         await authenticate_end(stream, relayed_route.id, relayed_route.role, relayed_route.secret)
     except BaseException:
         stream[1].transport.abort()
         raise
     return stream
-
-
-async def _await_other_end(relayed_route: RelayedRoute) -> Stream:
-    """A connection to the relay, once the other end has joined it.
-
-    Raises:
-        TimeoutError: The other end has not joined.
-        OSError, EOFError: The relay is unreachable or rejects us.
-    """
-    try:
-        async with asyncio.timeout(CONNECT_TIMEOUT_S):
-            stream = await _connect_relay(relayed_route)
-    except TimeoutError as error:
-        raise ConnectionError("the relay does not answer") from error
-    try:
-        async with asyncio.timeout(RECONNECT_INTERVAL_S):
-            if await stream[0].readexactly(1) != PEER_ARRIVED:
-                raise ConnectionError("unexpected reply from the relay")
-    except BaseException:
-        stream[1].transport.abort()
-        raise
-    return stream
-
-
-async def _connect_any(hosts: Sequence[str], port: int) -> Stream:
-    failure: OSError = ConnectionError("the relay has no address")
-    for host in hosts:
-        try:
-            async with asyncio.timeout(CONNECT_TIMEOUT_S / 2):
-                return await asyncio.open_connection(host, port)
-        except OSError as error:  # includes TimeoutError
-            failure = error
-    raise failure
 
 
 async def _echo_bytes(stream: Stream) -> None:

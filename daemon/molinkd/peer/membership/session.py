@@ -18,10 +18,17 @@ from molink.wire.messages.control_plane import ControlMessage
 from molink.wire.messages.election import LeaderHeartbeat
 from molink.wire.messages.instructions import KeepAlive, Welcome
 from molink.wire.messages.peer_reports import Goodbye, PeerReport
+from molink.wire.messages.rendezvous import COORDINATOR
 from molink.wire.sockets.client import Client, ClientEvents
 from molink.wire.sockets.key_pair import KeyPair
 from molinkd.peer.membership.membership_record import MembershipRecord
-from molinkd.peer.membership.membership_requests import MembershipRequest, send_membership_request
+from molinkd.peer.membership.membership_requests import (
+    NO_MEETING_POINT,
+    MeetingPoint,
+    MembershipRequest,
+    send_membership_request,
+)
+from molinkd.peer.membership.rendezvous_client import RendezvousClient
 from molinkd.tasks import cancel_tasks
 
 log = logging.getLogger(__name__)
@@ -48,6 +55,7 @@ class CoordinatorSession:
         on_refused: Callable[[str], None],
         on_noted: Callable[[LeaderHeartbeat], bool] = lambda _: True,
         on_cut: Callable[[], None] = lambda: None,
+        rendezvous: RendezvousClient | None = None,
     ) -> None:
         """``on_refused(reason)`` is called once when the coordinator keeps refusing this peer.
 
@@ -55,6 +63,7 @@ class CoordinatorSession:
         ``on_cut`` is called when the connection is lost.
         """
         self._context, self._keys, self._swarm = context, keys, membership.swarm
+        self._rendezvous, self._leader = rendezvous, ""
         self._report = report
         self._on_message = on_message
         self._on_welcome = on_welcome
@@ -80,13 +89,13 @@ class CoordinatorSession:
         self._missed_welcome = False
 
     def _make_client(self, membership: MembershipRecord) -> Client[ControlMessage]:
-        self._target = (membership.coordinator_key, membership.endpoints)
+        self._target = self._find_target(membership)
+        self._leader = membership.leader or membership.first_leader
         return Client(
             self._context,
             self._keys,
             control_codec(),
-            membership.coordinator_key,
-            membership.endpoints,
+            *self._target,
             name="the swarm's coordinator",
             events=ClientEvents(
                 on_message=self._handle_message,
@@ -96,9 +105,17 @@ class CoordinatorSession:
             ),
         )
 
+    def _find_target(self, membership: MembershipRecord) -> tuple[str, tuple[str, ...]]:
+        """Key and endpoints of the coordinator, best first."""
+        endpoints, rendezvous = membership.endpoints, self._rendezvous
+        leader = membership.leader or membership.first_leader
+        if rendezvous is not None and leader:
+            endpoints = rendezvous.add_endpoint(endpoints, leader, COORDINATOR)
+        return membership.coordinator_key, endpoints
+
     def follow_coordinator(self, membership: MembershipRecord) -> None:
         """Connect to another coordinator."""
-        if (membership.coordinator_key, membership.endpoints) == self._target:
+        if self._find_target(membership) == self._target:
             return
         before, self._client = self._client, self._make_client(membership)
         self.is_welcomed, self._refusals, self._last_refusal = False, 0, ""
@@ -166,9 +183,17 @@ class CoordinatorSession:
 
         if isinstance(message, MembershipRequest):
             keys, key, known = self._keys, self._target[0], self.find_log()
-            reply = await send_membership_request(message, keys, self._swarm, key, ask, known)
+            reply = await send_membership_request(
+                message, keys, self._swarm, key, ask, known, self._meeting_point
+            )
             return reply, b""
         return await ask(message)
+
+    @property
+    def _meeting_point(self) -> MeetingPoint:
+        if self._rendezvous is None:
+            return NO_MEETING_POINT
+        return MeetingPoint(str(self._rendezvous.address), self._leader)
 
     def _on_connected(self) -> None:
         self._last_refusal = ""

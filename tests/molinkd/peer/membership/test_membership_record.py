@@ -24,12 +24,11 @@ from molink.wire.messages.membership import JoinEntry, check_signature
 from molink.wire.sockets.key_pair import KeyPair
 from molink.wire.sockets.server import MessageSender
 from molinkd.peer.home import Home
+from molinkd.peer.membership.joining import join_swarm, renew_membership
 from molinkd.peer.membership.membership_record import (
     MembershipRecord,
     choose_membership,
-    join_swarm,
     read_membership,
-    renew_membership,
 )
 from tests.support.net import Net
 
@@ -170,11 +169,11 @@ async def test_errors_of_the_coordinator_are_raised(
 async def test_an_overloaded_coordinator_is_retried(
     net: Net, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("molinkd.peer.membership.membership_record._RETRY_S", 0.01)
+    monkeypatch.setattr("molinkd.peer.membership.joining._RETRY_S", 0.01)
     refusing = Refusing(net, Overloaded("too many"), Overloaded("too many"))
     assert (await join_swarm(net.context, KeyPair.generate(), refusing.token, "pc")).swarm == "s"
     assert refusing.errors == []
-    monkeypatch.setattr("molinkd.peer.membership.membership_record._JOIN_TIMEOUT_S", 0.0)
+    monkeypatch.setattr("molinkd.peer.membership.joining._JOIN_TIMEOUT_S", 0.0)
     refusing.errors = [Overloaded("too many")] * 9
     with pytest.raises(Unavailable, match="can't join"):
         await join_swarm(net.context, KeyPair.generate(), refusing.token, "pc")
@@ -192,7 +191,7 @@ async def test_a_connection_that_breaks_before_the_reply(
         else:
             server.send(sender.identity, JoinReply(ref=message.ref, swarm="s", peer="p"))
 
-    monkeypatch.setattr("molinkd.peer.membership.membership_record._RETRY_S", 0.01)
+    monkeypatch.setattr("molinkd.peer.membership.joining._RETRY_S", 0.01)
     seen: list[JoinRequest] = []
     net.gatekeeper.allow_peer(INVITATION.public, "invite:1")
     server = net.server(control_codec(), handle)
@@ -209,7 +208,7 @@ async def test_a_coordinator_with_another_key(net: Net) -> None:
 
 
 async def test_no_reply(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("molinkd.peer.membership.membership_record._JOIN_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("molinkd.peer.membership.joining._JOIN_TIMEOUT_S", 0.2)
     with pytest.raises(Unavailable, match="can't join"):
         await join_swarm(net.context, KeyPair.generate(), make_token("127.0.0.1:9"), "pc")
 
@@ -263,7 +262,7 @@ async def test_a_ban_is_checked_again(net: Net, answer: MolinkError | None) -> N
 
 
 async def test_a_ban_by_an_ended_swarm_stays(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("molinkd.peer.membership.membership_record._GUIDE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("molinkd.peer.membership.joining._RENEW_TIMEOUT_S", 0.1)
     known = msgspec.structs.replace(KNOWN, addresses=("127.0.0.1:1",), is_banned=True)
     with pytest.raises(PeerBanned):
         await renew_membership(net.context, KeyPair.generate(), known)

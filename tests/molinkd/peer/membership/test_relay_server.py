@@ -34,6 +34,7 @@ from molinkd.peer.membership.relay_server import (
     MAX_FROM_ENDS,
     MAX_STRANGERS,
     MAX_STRANGERS_PER_ADDRESS,
+    ConnectionLimits,
     RelayServer,
     authenticate_end,
 )
@@ -344,10 +345,8 @@ async def test_an_end_that_has_authenticated_has_a_slot_kept(bench: Bench) -> No
     assert len(bench.relay._strangers) == 1
 
 
-async def test_connections_per_relay_are_bounded(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "MAX_OF_RELAY", 4)
+async def test_connections_per_relay_are_bounded(bench: Bench) -> None:
+    bench.relay = RelayServer("127.0.0.1", 0, limits=ConnectionLimits(100, 4))
     bench.open()
     streams = []
     for _ in range(6):

@@ -1,0 +1,90 @@
+"""An end's connections to a relay or a rendezvous, and from programs of its own PC."""
+
+import asyncio
+import logging
+import socket
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any
+
+from molink.errors import MolinkError
+from molink.wire.messages.relay import PEER_ARRIVED
+from molinkd.splice import Stream
+
+log = logging.getLogger(__name__)
+
+#: Timeout of connecting and authenticating to a relay, in seconds.
+CONNECT_TIMEOUT_S = 5.0
+#: Lifetime of a waiting connection, in seconds: routers drop idle ones.
+RECONNECT_INTERVAL_S = 30.0
+_ACCEPT_RETRY_S = 2.0
+
+
+async def connect_any(hosts: Sequence[str], port: int) -> Stream:
+    """Connect to the first of ``hosts`` that answers.
+
+    Raises:
+        OSError: None does.
+    """
+    failure: OSError = ConnectionError("the relay has no address")
+    for host in hosts:
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S / 2):
+                return await asyncio.open_connection(host, port)
+        except OSError as error:  # includes TimeoutError
+            failure = error
+    raise failure
+
+
+async def await_other_end(connect: Callable[[], Awaitable[Stream]]) -> Stream:
+    """A connection made by ``connect()``, once the other end has joined it.
+
+    Raises:
+        TimeoutError: The other end has not joined.
+        OSError, EOFError: The relay is unreachable or rejects us.
+    """
+    try:
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            stream = await connect()
+    except TimeoutError as error:
+        raise ConnectionError("the relay does not answer") from error
+    try:
+        async with asyncio.timeout(RECONNECT_INTERVAL_S):
+            if await stream[0].readexactly(1) != PEER_ARRIVED:
+                raise ConnectionError("unexpected reply from the relay")
+    except BaseException:
+        stream[1].transport.abort()
+        raise
+    return stream
+
+
+async def accept_local(listener: socket.socket, handle: Callable[[socket.socket], None]) -> None:
+    """Pass every connection of this PC's programs to ``handle``."""
+    loop = asyncio.get_running_loop()
+    while True:
+        try:
+            connection, _ = await loop.sock_accept(listener)
+        except OSError:
+            await asyncio.sleep(_ACCEPT_RETRY_S)
+            continue
+        handle(connection)
+
+
+def spawn_in(
+    tasks: set[asyncio.Task[Any]], work: Coroutine[Any, Any, None], name: str
+) -> asyncio.Task[Any]:
+    """Run ``work`` as a task in ``tasks``; the loss of a connection is only logged."""
+    task = asyncio.get_running_loop().create_task(work, name=name)
+    tasks.add(task)
+
+    def ended(done: asyncio.Task[Any]) -> None:
+        tasks.discard(done)
+        if done.cancelled() or done.exception() is None:
+            return
+        error = done.exception()
+        if isinstance(error, (OSError, EOFError, TimeoutError, MolinkError)):
+            log.debug("a connection of %s was closed: %r", name, error)
+        else:
+            log.error("%s failed", name, exc_info=error)
+
+    task.add_done_callback(ended)
+    return task

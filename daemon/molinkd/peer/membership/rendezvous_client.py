@@ -1,0 +1,227 @@
+"""This PC at a rendezvous: other peers call it there, and it calls them.
+
+To sockets of this PC, a call is a port on loopback: what connects to it is joined with a socket of
+the other peer. CURVE runs from end to end, so neither the rendezvous nor a local program that
+connects to that port gains access.
+"""
+
+import asyncio
+import logging
+import socket
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from molink.errors import Unavailable
+from molink.facts.identity import derive_peer_id
+from molink.wire.messages.relay import NONCE_BYTES
+from molink.wire.messages.rendezvous import (
+    JOINED,
+    NOBODY,
+    RendezvousAddress,
+    compute_registration,
+    derive_session_secret,
+    session_of_peer,
+)
+from molink.wire.sockets.key_pair import KeyPair
+from molinkd.peer.membership.addresses import LOOPBACK
+from molinkd.peer.membership.relay_ends import (
+    CONNECT_TIMEOUT_S,
+    accept_local,
+    await_other_end,
+    connect_any,
+    spawn_in,
+)
+from molinkd.peer.membership.relay_server import authenticate_end
+from molinkd.splice import Stream, close_after, listen_on_free_port, open_stream, splice_streams
+from molinkd.tasks import cancel_tasks
+
+log = logging.getLogger(__name__)
+
+#: Pauses before this PC registers again at a rendezvous that is unreachable, in seconds.
+_RETRY_S = (0.5, 1.0, 2.0, 5.0, 10.0)
+#: How long a failed call keeps its local connection, in seconds: libzmq would call again at once.
+_FAILURE_PAUSE_S = 0.5
+#: Calls at once, and those that this PC answers at once: more than a rendezvous joins with it.
+_MAX_CALLS, _MAX_ANSWERED = 64, 160
+_BACKLOG = 16
+
+
+class RendezvousClient:
+    """Calls peers at a rendezvous, and answers their calls once started."""
+
+    def __init__(self, address: RendezvousAddress, keys: KeyPair, host: str) -> None:
+        """``host`` is where the sockets of this PC listen."""
+        self.address = address
+        self._signer, self._me = keys.signer, derive_peer_id(keys.public)
+        self._host = host
+        self._find_port: Callable[[bytes], int] = lambda _: 0
+        #: Local listeners by peer and socket.
+        self._listeners: dict[tuple[str, bytes], socket.socket] = {}
+        self._accepting: set[asyncio.Task[Any]] = set()
+        self._calls: set[asyncio.Task[Any]] = set()
+        self._answered: set[asyncio.Task[Any]] = set()
+        self._registering: asyncio.Task[None] | None = None
+        #: Why the last call of a peer failed.
+        self._failures: dict[str, str] = {}
+        #: Peers that were last reached by a call only.
+        self._called_only: set[str] = set()
+        #: Whether this PC is registered.
+        self.is_registered = False
+
+    def start(self, find_port: Callable[[bytes], int]) -> None:
+        """Register and answer calls; ``find_port()`` returns a socket's port, or 0."""
+        self._find_port = find_port
+        self._registering = asyncio.get_running_loop().create_task(
+            self._keep_registered(), name="molink-rendezvous"
+        )
+
+    async def close(self) -> None:
+        """End all calls."""
+        await cancel_tasks(self._registering, *self._accepting, *self._calls, *self._answered)
+        self._listeners.clear()
+
+    # --- calls ---
+
+    def local_endpoint(self, peer: str, wanted: bytes) -> str:
+        """The local endpoint of a peer's socket; empty if there can't be one."""
+        if peer == self._me:
+            return ""
+        listener = self._listeners.get((peer, wanted))
+        if listener is None:
+            try:
+                session_of_peer(peer)
+                listener = listen_on_free_port(LOOPBACK, 0, 1, _BACKLOG)
+            except (OSError, ValueError) as error:
+                log.warning("can't call %s: %s", peer, error)
+                return ""
+            self._listeners[peer, wanted] = listener
+            accepting = accept_local(listener, lambda one: self._on_local(one, peer, wanted))
+            close_after(spawn_in(self._accepting, accepting, "molink-call"), listener)
+        return f"tcp://{LOOPBACK}:{listener.getsockname()[1]}"
+
+    def add_endpoint(self, endpoints: Sequence[str], peer: str, wanted: bytes) -> tuple[str, ...]:
+        """A peer's ``endpoints`` with that of a call: first if it was last reached by a call."""
+        call = self.local_endpoint(peer, wanted)
+        if not call:
+            return tuple(endpoints)
+        return (call, *endpoints) if peer in self._called_only else (*endpoints, call)
+
+    def find_failure(self, peer: str) -> str:
+        """Why the last call of ``peer`` failed; empty if it did not."""
+        return self._failures.get(peer, "")
+
+    def record_reached(self, peer: str, *, by_call: bool) -> None:
+        """Record how a peer was reached."""
+        (self._called_only.add if by_call else self._called_only.discard)(peer)
+
+    def _on_local(self, connection: socket.socket, peer: str, wanted: bytes) -> None:
+        if len(self._calls) >= _MAX_CALLS:
+            connection.close()
+            return
+        spawn_in(self._calls, self._call_peer(connection, peer, wanted), "molink-call")
+
+    async def _call_peer(self, connection: socket.socket, peer: str, wanted: bytes) -> None:
+        local = await open_stream(connection)
+        try:
+            far = await self._connect_peer(peer, wanted)
+        except (OSError, EOFError, Unavailable) as error:
+            self._failures[peer] = self._explain(error)
+            log.debug("can't call %s: %s", peer, self._failures[peer])
+            await asyncio.sleep(_FAILURE_PAUSE_S)
+        else:
+            self._failures.pop(peer, None)
+            await splice_streams(local, far)
+        finally:
+            local[1].transport.abort()
+
+    async def _connect_peer(self, peer: str, wanted: bytes) -> Stream:
+        """A connection to one of a peer's sockets.
+
+        Raises:
+            OSError, EOFError: The rendezvous is unreachable or rejects us.
+            Unavailable: The peer isn't registered.
+        """
+        id = session_of_peer(peer)
+        shared = derive_session_secret(self.address.secret, "calls", id)
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            stream = await connect_any([self.address.host], self.address.port)
+            try:
+                await authenticate_end(stream, id, "calls", shared)
+                stream[1].write(wanted)
+                answer = await stream[0].readexactly(1)
+                if answer == NOBODY:
+                    raise Unavailable("knows nothing of that PC")
+                if answer != JOINED:
+                    raise ConnectionError("is no rendezvous")
+            except BaseException:
+                stream[1].transport.abort()
+                raise
+        return stream
+
+    def _explain(self, error: Exception) -> str:
+        if isinstance(error, TimeoutError):
+            return "doesn't answer"
+        if isinstance(error, EOFError):
+            return "refuses this PC: its secret has changed, or it is full"
+        if isinstance(error, ConnectionRefusedError):
+            return "refuses connections"
+        if isinstance(error, socket.gaierror):
+            return "has an unknown name"
+        if isinstance(error, OSError) and error.strerror:
+            return f"can't be reached: {error.strerror}"
+        return str(error)
+
+    # --- answers ---
+
+    async def _keep_registered(self) -> None:
+        """Keep one connection waiting for callers."""
+        failures = 0
+        while True:
+            try:
+                stream = await await_other_end(self._register)
+            except TimeoutError:
+                continue  # replace the idle connection
+            except (OSError, EOFError) as error:
+                self.is_registered = False
+                text = f"can't register at the rendezvous {self.address.place}: "
+                text += self._explain(error)
+                log.log(logging.DEBUG if failures else logging.WARNING, "%s", text)
+                await asyncio.sleep(_RETRY_S[min(failures, len(_RETRY_S) - 1)])
+                failures += 1
+                continue
+            failures = 0
+            if len(self._answered) >= _MAX_ANSWERED:
+                stream[1].transport.abort()
+            else:
+                spawn_in(self._answered, self._answer_call(stream), "molink-answer")
+
+    async def _register(self) -> Stream:
+        """A connection on which the rendezvous knows this peer.
+
+        Raises:
+            OSError, EOFError: The rendezvous is unreachable.
+        """
+        stream = await connect_any([self.address.host], self.address.port)
+        try:
+            nonce = await stream[0].readexactly(NONCE_BYTES)
+            secret = self.address.secret
+            stream[1].write(compute_registration(self._signer, self._me, secret, nonce))
+        except BaseException:
+            stream[1].transport.abort()
+            raise
+        if not self.is_registered:
+            log.info("registered at the rendezvous %s", self.address.place)
+        self.is_registered = True
+        return stream
+
+    async def _answer_call(self, far: Stream) -> None:
+        """Connect a caller to the socket that it asks for."""
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                port = self._find_port(await far[0].readexactly(1))
+                if not port:
+                    return
+                local = await asyncio.open_connection(self._host, port)
+            await splice_streams(far, local)
+        finally:
+            far[1].transport.abort()

@@ -1,0 +1,134 @@
+"""A rendezvous: a small public server at which peers behind routers meet.
+
+Peers speak to it as to a relay (:mod:`molink.wire.messages.relay`): it sends a nonce, and they
+prove that they know its secret. A peer *registers* under its own id, which it signs for with its
+own key, and keeps one connection waiting. Another one *calls* it, and the two connections are
+joined. Then the caller names one of the peer's sockets by a byte, and CURVE runs from end to end.
+Any two peers may also use it as a relay, with an id and a second secret from the coordinator.
+"""
+
+import base64
+import hashlib
+import re
+import secrets
+from typing import NamedTuple
+
+from molink.facts.identity import derive_peer_id
+from molink.wire.messages.relay import PROOF_BYTES, Claim, compute_proof, is_valid_proof
+from molink.wire.signing import SIGNATURE_BYTES, Signer, derive_public_key, is_signed_by
+
+DEFAULT_PORT = 5464
+_SECRET_BYTES = 16
+#: Characters of a verify key.
+_KEY_LENGTH = 40
+#: Bytes after the proof of a peer that registers: its verify key and its signature.
+REGISTRATION_BYTES = _KEY_LENGTH + SIGNATURE_BYTES
+#: Answers to a caller: joined with the peer, or nobody is registered under that id.
+JOINED, NOBODY = b"\x01", b"\x00"
+#: The sockets that a caller may ask for.
+COORDINATOR, CONTROL = b"\x01", b"\x02"
+
+_PURPOSE = b"rendezvous:"
+_SECRET = re.compile(r"[A-Za-z0-9_-]{22}")
+_PLACE = re.compile(
+    r"(?P<host>[A-Za-z0-9._-]{1,200}|\[[0-9A-Fa-f:.]{2,45}\])(?::(?P<port>\d{1,5}))?"
+)
+
+
+class RendezvousAddress(NamedTuple):
+    """Where a rendezvous is, and the secret that its users share: ``SECRET@HOST:PORT``."""
+
+    secret: bytes
+    host: str
+    port: int
+
+    @classmethod
+    def parse(cls, text: str) -> "RendezvousAddress":
+        """Parse ``SECRET@HOST`` or ``SECRET@HOST:PORT``, with an IPv6 address in brackets.
+
+        Raises:
+            ValueError: it is neither.
+        """
+        secret, _, place = text.strip().partition("@")
+        match = _PLACE.fullmatch(place)
+        port = DEFAULT_PORT if match is None else int(match["port"] or DEFAULT_PORT)
+        if match is None or not 0 < port < 65536 or _SECRET.fullmatch(secret) is None:
+            raise ValueError("a rendezvous is SECRET@HOST:PORT, as `molink rendezvous` prints it")
+        return cls(decode_secret(secret), match["host"].strip("[]"), port)
+
+    def __str__(self) -> str:
+        return f"{encode_secret(self.secret)}@{self.place}"
+
+    def __repr__(self) -> str:
+        return f"RendezvousAddress({self.place!r})"
+
+    @property
+    def place(self) -> str:
+        """``HOST:PORT``, without the secret."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def generate_secret() -> bytes:
+    """A new secret of a rendezvous."""
+    return secrets.token_bytes(_SECRET_BYTES)
+
+
+def encode_secret(secret: bytes) -> str:
+    """The secret as text."""
+    return base64.urlsafe_b64encode(secret).rstrip(b"=").decode("ascii")
+
+
+def decode_secret(text: str) -> bytes:
+    """The secret of :func:`encode_secret`'s text.
+
+    Raises:
+        ValueError: it isn't one.
+    """
+    if _SECRET.fullmatch(text) is None:
+        raise ValueError("it holds no secret")
+    return base64.urlsafe_b64decode(text + "==")
+
+
+def derive_session_secret(secret: bytes, claim: Claim, id: int) -> bytes:
+    """What both ends of a session prove to the rendezvous that they know, ``u8 [32]``."""
+    kind = b"peer" if claim in ("registers", "calls") else b"route"
+    return hashlib.blake2b(
+        kind + id.to_bytes(8, "big"), digest_size=32, key=secret, person=b"molink-rdv"
+    ).digest()
+
+
+def session_of_peer(peer: str) -> int:
+    """The id of a peer's session: the number that the peer's id is.
+
+    Raises:
+        ValueError: it is no peer's id.
+    """
+    if len(peer) != 16:
+        raise ValueError(f"{peer!r} is not a peer's id")
+    return int(peer, 16)
+
+
+def compute_registration(signer: Signer, peer: str, secret: bytes, nonce: bytes) -> bytes:
+    """The answer of a peer that registers; ``secret`` is the rendezvous's."""
+    id = session_of_peer(peer)
+    shared = derive_session_secret(secret, "registers", id)
+    proof = compute_proof(id, "registers", shared, nonce)
+    # Another rendezvous has another secret, so it can't register a peer here by passing on our
+    # nonce.
+    return proof + signer.verify_key.encode("ascii") + signer.sign(_PURPOSE, nonce + shared)
+
+
+def is_valid_registration(answer: bytes, secret: bytes, nonce: bytes) -> bool:
+    """Whether an answer proves the secret of the rendezvous, and the key of the peer it names."""
+    id, body = int.from_bytes(answer[:8], "big"), answer[PROOF_BYTES:]
+    shared = derive_session_secret(secret, "registers", id)
+    if not is_valid_proof(answer[:PROOF_BYTES], id, "registers", shared, nonce):
+        return False
+    try:
+        verify_key = body[:_KEY_LENGTH].decode("ascii")
+        peer = derive_peer_id(derive_public_key(verify_key))
+    except ValueError:
+        return False
+    return session_of_peer(peer) == id and is_signed_by(
+        verify_key, _PURPOSE, nonce + shared, body[_KEY_LENGTH:]
+    )
