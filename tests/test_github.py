@@ -1,5 +1,6 @@
-"""Workflows, issue forms and pre-commit hooks name what exists. No workflow has ever run."""
+"""Workflows, issue forms, hooks and the dev container name what exists. None has ever run."""
 
+import json
 import re
 import shlex
 import tomllib
@@ -9,6 +10,8 @@ from typing import Any
 
 import pytest
 import yaml
+
+from molinkd.peer.settings import Settings
 
 ROOT = Path(__file__).resolve().parent.parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -28,6 +31,21 @@ def test_pre_commit_runs_the_checks_of_the_installer() -> None:
     assert {hook["name"]: shlex.split(hook["entry"]) for hook in local["hooks"]} == {
         name: ["python", *shlex.split(words)] for name, words in checks.items()
     }
+
+
+def test_the_dev_container_runs_the_installer() -> None:
+    """Checked once by ``read-configuration`` of @devcontainers/cli 0.89.0, and by its schema."""
+    path = ROOT / ".devcontainer" / "devcontainer.json"
+    made = json.loads(path.read_text(encoding="utf-8"))
+    assert faults(made["postCreateCommand"], set()) == []
+    assert made["forwardPorts"] == [Settings(name="x").api_port]
+    assert made["portsAttributes"].keys() == {str(port) for port in made["forwardPorts"]}
+    editor = made["customizations"]["vscode"]["settings"]
+    python = editor["python.defaultInterpreterPath"]
+    assert python == "${containerWorkspaceFolder}/.venv/bin/python"
+    image = re.fullmatch(r"mcr\.microsoft\.com/devcontainers/python:(3\.\d+)-\w+", made["image"])
+    assert image is not None
+    assert tuple(map(int, image[1].split("."))) >= (3, 11)
 
 
 @pytest.mark.parametrize("path", FORMS, ids=lambda path: path.name)

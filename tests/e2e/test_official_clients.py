@@ -4,9 +4,11 @@ Those that need Node.js or much else, and tools, of which the bundled model know
 ``test_clients.py``.
 """
 
+import re
 from collections.abc import Iterator
 
 import anthropic
+import httpx
 import ollama
 import openai
 import pydantic
@@ -89,6 +91,29 @@ def test_ollama(of_ollama: ollama.Client, answer: str) -> None:
     assert of_ollama.generate(NAME, "What is molink?", options=options).response == answer
     formed = of_ollama.chat(NAME, QUESTION, format=Sum.model_json_schema())
     assert Sum.model_validate_json(formed.message.content or "")
+
+
+def test_open_webui(url: str, answer: str) -> None:
+    """The requests of Open WebUI 0.12.4: its tests of both kinds of connections, then its chats.
+
+    Recorded from its routers, which passed against a swarm; its package is too large for CI.
+    """
+    headers = {"Content-Type": "application/json", "Accept-Encoding": "gzip, deflate, br"}
+    asked = {"model": NAME, "messages": QUESTION, "stream": False, "temperature": 0}
+    with httpx.Client(base_url=url, headers=headers, timeout=60) as client:
+        verified = client.get("/v1/models")
+        assert (verified.status_code, [one["id"] for one in verified.json()["data"]]) == (
+            200,
+            [NAME],
+        )
+        assert re.fullmatch(r"\d+\.\d+\.\d+", client.get("/api/version").json()["version"])
+        for path in ("/api/tags", "/api/ps"):
+            (model,) = client.get(path).json()["models"]
+            assert (model["model"], model["name"]) == (NAME, NAME)
+        chat = client.post("/v1/chat/completions", json=asked).json()
+        assert chat["choices"][0]["message"]["content"] == answer
+        options = {"options": {"temperature": 0}}
+        assert client.post("/api/chat", json=asked | options).json()["message"]["content"] == answer
 
 
 def test_the_owners_token(demo: Process, of_ollama: ollama.Client) -> None:
