@@ -1,40 +1,45 @@
-"""What drafts bring to a chat on an emulated network (Linux, root).
+"""What drafts bring to real processes on an emulated network (Linux, root).
 
-    python -m tools.train_demo_model --mtp 300 --out FOLDER
-    python -m tools.bench_drafts FOLDER
+    python -m tools.bench_drafts "$(python -m tools.fetch_smollm2 FOLDER)" --kinds chat
+    python -m tools.train_demo_model --mtp 300 --out FOLDER && python -m tools.bench_drafts FOLDER
 
-Asks questions of held-out conversations of the bundled model, one after another, by the chat
-route. Sides take turns, each on a rig of its own with a stage per node (:mod:`tools.bench_rival`):
-``off``, without drafts; ``lookup``, the bundled model with default settings; ``mtp``, the same
-model with an MTP layer in FOLDER. Texts should be those of the first side.
+A GGUF file is asked the prompts of :mod:`tools.simulate_drafts`, for as many tokens as the recorded
+answers have; the bundled model, with or without an MTP layer, the last questions of held-out
+conversations. Sides, ``off`` without drafts and ``auto``, have rigs of their own with a stage per
+node (:mod:`tools.bench_rival`). Requests come one after another, each to all sides before the next,
+and the order alternates. Texts should be those of the first side.
 """
 
 import argparse
 import asyncio
+import contextlib
 import json
 import re
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 
+from molink.checkpoint.model_names import GGUF_SUFFIX
 from tools.bench_rival import Side, run_molink
-from tools.demo_model.corpus import Conversation
 from tools.demo_model.train import select_conversations
-from tools.train_demo_model import FOLDER
+from tools.simulate_drafts import load_texts
 from tools.wan import RigError, unavailable
 
 _COUNTERS = re.compile(
-    r"^molink_scheduler_(draft_tokens(?:_accepted)?|volumes)_total(?:\{[^}]*\})? (\S+)$", re.M
+    r"^molink_scheduler_(draft_tokens(?:_accepted)?)_total(?:\{[^}]*\})? (\S+)$", re.M
 )
 #: Shortest answer that counts, in tokens, and shortest one of a held-out conversation.
-_MIN_TOKENS, _MIN_CHARACTERS = 12, 80
+_MIN_TOKENS, _MIN_CHARACTERS = 8, 80
+_COLUMNS = ("text", "drafts", "ms per token", "times shorter", "each text", "right", "same answers")
+
+Body = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +51,13 @@ class Answer:
     token_s: float
 
 
-async def _ask(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> Answer:
+async def _ask(session: aiohttp.ClientSession, url: str, body: Body) -> Answer:
+    """Stream one answer from the chat route, or that for completions if there is a prompt."""
     clock, text, tokens = asyncio.get_running_loop().time, "", 0
     first = last = clock()
-    async with session.post(f"{url}/v1/chat/completions", json=body) as response:
+    route = "completions" if "prompt" in body else "chat/completions"
+    fixed = {"stream": True, "stream_options": {"include_usage": True}}
+    async with session.post(f"{url}/v1/{route}", json=body | fixed) as response:
         if response.status != 200:
             raise RuntimeError(f"{url} answered {response.status}: {await response.text()}")
         async for line in response.content:
@@ -59,105 +67,158 @@ async def _ask(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -
             if event.get("usage"):
                 tokens = event["usage"]["completion_tokens"]
             for choice in event["choices"]:
-                if piece := choice["delta"].get("content"):
+                if piece := choice.get("text") or choice.get("delta", {}).get("content"):
                     last = clock()
                     first = first if text else last
                     text += piece
     return Answer(text, tokens, (last - first) / max(1, tokens - 1))
 
 
-async def run_client(url: str, talks: Sequence[Conversation], sampling: dict[str, Any]) -> None:
-    """Entry point in a namespace: ask, and print the answers and counters as JSON."""
+async def run_client(url: str) -> None:
+    """Entry point in a namespace: each line of stdin is a request, or empty for the counters; each
+    line of stdout the answer."""
     timeout = aiohttp.ClientTimeout(total=None)
     async with aiohttp.ClientSession(timeout=timeout) as session:
-        async with session.get(f"{url}/v1/models") as response:
-            model = (await response.json())["data"][0]["id"]
-        fixed = {"model": model, "stream": True, "stream_options": {"include_usage": True}}
-        answers = [
-            await _ask(session, url, {**fixed, **sampling, "messages": talk}) for talk in talks
-        ]
-        await asyncio.sleep(2.0)  # counters come with the next report
-        async with session.get(f"{url}/metrics") as response:
-            counted = dict(_COUNTERS.findall(await response.text()))
-    print(json.dumps({"answers": [asdict(each) for each in answers], "counted": counted}))
+        for line in sys.stdin:
+            if body := json.loads(line):
+                answer = await _ask(session, url, body)
+                print(json.dumps([answer.text, answer.tokens, answer.token_s]), flush=True)
+                continue
+            await asyncio.sleep(2.0)  # counters come with the next report
+            async with session.get(f"{url}/metrics") as response:
+                found = _COUNTERS.findall(await response.text())
+            print(json.dumps({name: float(value) for name, value in found}), flush=True)
 
 
-def choose_talks(count: int, seed: int) -> list[Conversation]:
-    """Held-out conversations up to their last question, which has a longer answer."""
-    held = select_conversations("held_out", 20 * count, seed)
-    return [talk[:-1] for talk in held if len(talk[-1]["content"]) >= _MIN_CHARACTERS][:count]
+class Client:
+    """Asks a side from its first node."""
+
+    def __init__(self, side: Side) -> None:
+        command = [sys.executable, "-m", "tools.bench_drafts", "client", side.url]
+        self._process = side.rig.run(0, command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self._name = side.name
+
+    def ask(self, body: Body) -> Answer:
+        """Ask a question, and wait for the end of its answer."""
+        return Answer(*self._exchange(body))
+
+    def read_counters(self) -> dict[str, float]:
+        """The drafts so far, and how many of them were right."""
+        found: dict[str, float] = self._exchange({})
+        return found
+
+    def _exchange(self, body: Body) -> Any:
+        process = self._process
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(json.dumps(body).encode() + b"\n")
+        process.stdin.flush()
+        line = process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the requests to {self._name} failed")
+        return json.loads(line)
 
 
-def measure_side(side: Side, talks: Sequence[Conversation], sampling: dict[str, Any]) -> Any:
-    """Ask from the side's first node."""
-    command = [sys.executable, "-m", "tools.bench_drafts", "client", side.url]
-    process = side.rig.run(
-        0, [*command, json.dumps(talks), json.dumps(sampling)], stdout=subprocess.PIPE
-    )
-    output, _ = process.communicate()
-    if process.returncode != 0:
-        raise RuntimeError(f"the requests to {side.name} failed")
-    return json.loads(output)
+def collect_requests(options: argparse.Namespace) -> dict[str, list[Body]]:
+    """Requests by kind of text."""
+    common = {"temperature": options.temperature, "seed": 1}
+    if options.model.suffix == GGUF_SUFFIX:
+        kinds = {
+            kind: [
+                {**common, "prompt": text.prompt, "max_tokens": len(text.answer)} for text in texts
+            ]
+            for kind, texts in load_texts().items()
+        }
+    else:
+        held = select_conversations("held_out", 20 * options.texts, options.seed)
+        long = [talk for talk in held if len(talk[-1]["content"]) >= _MIN_CHARACTERS]
+        kinds = {"chat": [{**common, "messages": talk[:-1], "max_tokens": 64} for talk in long]}
+    wanted = options.kinds or list(kinds)
+    return {kind: kinds[kind][options.skip :][: options.texts] for kind in wanted}
 
 
-def print_row(name: str, found: Any, base: Any) -> None:
-    """A row of a Markdown table; ``base`` is the first side's."""
-    kept = [at for at, one in enumerate(base["answers"]) if one["tokens"] >= _MIN_TOKENS]
-    mine, other = ([side["answers"][at] for at in kept] for side in (found, base))
-    times = [two["token_s"] / one["token_s"] for one, two in zip(mine, other, strict=True)]
-    mean, before = (statistics.mean(one["token_s"] for one in some) for some in (mine, other))
-    counted = {key: float(value) for key, value in found["counted"].items()}
+def format_row(
+    name: str, mine: Sequence[Answer], base: Sequence[Answer], counted: Mapping[str, float]
+) -> str:
+    """A row of a Markdown table; ``base`` are the first side's answers to the same requests."""
+    pairs = [pair for pair in zip(mine, base, strict=True) if pair[1].tokens >= _MIN_TOKENS]
+    times = sorted(other.token_s / one.token_s for one, other in pairs)
+    mean = statistics.mean(one.token_s for one, _ in pairs)
+    before = statistics.mean(other.token_s for _, other in pairs)
     drafted, right = (counted.get(f"draft_tokens{end}", 0.0) for end in ("", "_accepted"))
-    same = sum(one["text"] == two["text"] for one, two in zip(mine, other, strict=True))
     cells = (
         name,
         f"{1000 * mean:.1f}",
-        f"{before / mean:.2f} ({min(times):.2f}–{max(times):.2f})",
+        f"{before / mean:.2f}",
+        " ".join(f"{each:.2f}" for each in times),
         f"{right:.0f} of {drafted:.0f}" if drafted else "",
-        f"{same} of {len(mine)}",
+        f"{sum(one.text == other.text for one, other in pairs)} of {len(pairs)}",
     )
-    print(f"| {' | '.join(cells)} |", flush=True)
+    return " | ".join(cells)
+
+
+def measure_kind(
+    kind: str, requests: Sequence[Body], clients: Mapping[str, Client], repeats: int
+) -> None:
+    """Ask all sides in turn, and print a row of each."""
+    before = {name: client.read_counters() for name, client in clients.items()}
+    answers: dict[str, list[Answer]] = {name: [] for name in clients}
+    for index, body in enumerate(requests * repeats):
+        for name in list(clients)[:: -1 if index % 2 else 1]:
+            answers[name].append(clients[name].ask(body))
+    first = next(iter(answers.values()))
+    for name, client in clients.items():
+        after = client.read_counters()
+        counted = {key: value - before[name].get(key, 0.0) for key, value in after.items()}
+        print(f"| {kind} | {format_row(name, answers[name], first, counted)} |", flush=True)
+
+
+def measure_sides(options: argparse.Namespace) -> None:
+    """Start all sides, and print the table."""
+    requests = collect_requests(options)
+    with tempfile.TemporaryDirectory() as place, contextlib.ExitStack() as stack:
+        clients = dict[str, Client]()
+        sides = list[Side]()
+        for name in options.sides.split(","):
+            settings = {"MOLINK_NUM_SPECULATIVE_TOKENS": name}
+            side = Side(name, options.nodes, None)
+            started = run_molink(side, options.model, settings, Path(place), pinned=False)
+            sides.append(stack.enter_context(started))
+            clients[name] = Client(side)
+        for side in sides:
+            side.slow_down(options.mbps, options.delay_ms, options.queue)
+        for client in clients.values():
+            client.ask({**next(iter(requests.values()))[0], "max_tokens": 16})
+        print(f"| {' | '.join(_COLUMNS)} |")
+        print(f"|---|---{'|---:' * (len(_COLUMNS) - 2)}|")
+        for kind, some in requests.items():
+            measure_kind(kind, some, clients, options.repeats)
 
 
 def main() -> None:
     """Measure, and print a table as Markdown."""
     if sys.argv[1:2] == ["client"]:
-        url, talks, sampling = sys.argv[2:5]
-        asyncio.run(run_client(url, json.loads(talks), json.loads(sampling)))
+        asyncio.run(run_client(sys.argv[2]))
         return
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path, help="of tools.train_demo_model --mtp")
-    parser.add_argument("--sides", default="off,lookup,mtp", help="the first is compared to")
-    parser.add_argument("--talks", type=int, default=8)
-    parser.add_argument("--seed", type=int, default=7)
-    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("model", type=Path, help="a GGUF file, or a bundled model's folder")
+    parser.add_argument("--sides", default="off,auto", help="numbers of drafts; the first compares")
+    parser.add_argument("--kinds", type=lambda text: text.split(","), help="of texts: only these")
+    parser.add_argument("--texts", type=int, default=8, help="of each kind")
+    parser.add_argument("--skip", type=int, default=0, help="texts of each kind before these")
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=7, help="of the choice of conversations")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--mbps", type=float, default=100.0)
     parser.add_argument("--delay-ms", type=float, default=30.0, help="one way")
     parser.add_argument("--queue", type=int, default=256 * 1024, help="bytes in a router")
     parser.add_argument("--nodes", type=int, default=3)
     options = parser.parse_args()
+    options.model = options.model.resolve()
     reason = unavailable()
     if reason is not None:
         raise RigError(reason)
-    models = {"off": FOLDER, "lookup": FOLDER, "mtp": options.folder.resolve()}
-    talks = choose_talks(options.talks, options.seed)
-    sampling = {"temperature": options.temperature, "seed": 1, "max_tokens": options.max_tokens}
-    base: Any = None
-    print("| drafts | ms per token | times shorter | right | same answers |")
-    print("|---|---:|---:|---:|---:|")
-    for name in options.sides.split(","):
-        settings = {"MOLINK_NUM_SPECULATIVE_TOKENS": "off" if name == "off" else "auto"}
-        side = Side(name, options.nodes, None)
-        with (
-            tempfile.TemporaryDirectory() as place,
-            run_molink(side, models[name], settings, Path(place), pinned=False),
-        ):
-            side.slow_down(options.mbps, options.delay_ms, options.queue)
-            measure_side(side, talks[:1], sampling)
-            found = measure_side(side, talks, sampling)
-        base = base or found
-        print_row(name, found, base)
+    measure_sides(options)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,23 @@
+"""Drafts of recorded texts in virtual time."""
+
+from dataclasses import replace
+
+from molink.facts.drafts import AUTO_DRAFTS
+from molink.sim.simulate import simulate_scenario
+from tools.simulate_drafts import build_scenario, format_row, load_texts
+
+
+def test_an_edit_is_much_faster_with_drafts_and_no_draft_is_lost_to_an_oracle() -> None:
+    texts = load_texts()
+    assert {kind: len(some) for kind, some in texts.items()} == dict.fromkeys(
+        ("code edit", "summary with quotes", "chat", "translation"), 8
+    )
+    plain = build_scenario("rtx4090:100:30", "qwen-7b", texts["code edit"][:1], 1)
+    auto = replace(plain, num_speculative_tokens=AUTO_DRAFTS)
+    without, drafted = simulate_scenario(plain), simulate_scenario(auto)
+    oracle = simulate_scenario(replace(auto, oracle_drafts=True))
+    assert without.drafted == 0
+    assert oracle.tpots[0] <= drafted.tpots[0] < without.tpots[0] / 6
+    assert oracle.drafted < drafted.drafted
+    cells = list(format_row("code edit", "auto", drafted, without))
+    assert float(cells[3]) > 6
