@@ -12,7 +12,7 @@ def test_an_edit_is_much_faster_with_drafts_and_no_draft_is_lost_to_an_oracle() 
     assert {kind: len(some) for kind, some in texts.items()} == dict.fromkeys(
         ("code edit", "summary with quotes", "chat", "translation"), 8
     )
-    plain = build_scenario("rtx4090:100:30", "qwen-7b", texts["code edit"][:1], 1)
+    plain = build_scenario("rtx4090:100:30", "qwen-7b", texts["code edit"][:2], 1)
     auto = replace(plain, num_speculative_tokens=AUTO_DRAFTS)
     without, drafted = simulate_scenario(plain), simulate_scenario(auto)
     oracle = simulate_scenario(replace(auto, oracle_drafts=True))
