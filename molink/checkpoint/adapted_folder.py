@@ -1,7 +1,7 @@
 """Makes the folder of a model with adapters, which molink hashes, transfers and loads.
 
-The model's own files are there as hard links, or as copies where the file system has none, so that
-the folder is like any other. Everything is checked before the first write.
+The model's own files are hard links, or copies on file systems without hard links, so the folder
+can be used like any other model folder. Everything is checked before the first write.
 """
 
 import hashlib
@@ -24,11 +24,11 @@ from molink.checkpoint.safetensors_header import TensorSpan, encode_header
 from molink.errors import BrokenModel, ModelError, UsageError
 from molink.files import make_plain_name, write_folder_aside
 
-#: Rises with every change of the folder's layout.
+#: Version of the folder's layout; increment it with every change.
 _LAYOUT_VERSION = 1
 #: Bytes read and checked at once; a multiple of all element sizes.
 _READ_BYTES = 1 << 22
-#: Exponent bits, which are all ones in NaN and infinity, of a little-endian element.
+#: Mask of a little-endian element's exponent bits, which are all ones in NaN and infinity.
 _EXPONENTS = {"F32": ("<u4", 0x7F800000), "BF16": ("<u2", 0x7F80), "F16": ("<u2", 0x7C00)}
 
 
@@ -62,7 +62,7 @@ def adapt_model(model: str, path: Path, adapters: Mapping[str, Path], into: Path
 
 
 def _model_files(path: Path) -> list[Path]:
-    """The files of a model folder that molink reads."""
+    """List the files of a model folder that molink reads."""
     named = (path / name for name in (*METADATA_FILES, INDEX_FILE))
     return [*(file for file in named if file.is_file()), *sorted(path.glob("*.safetensors"))]
 

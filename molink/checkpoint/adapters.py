@@ -1,9 +1,9 @@
 """Low-rank adapters (LoRA, Hu et al. 2021, arXiv 2106.09685) of a model, in its own folder.
 
-An adapter adds ``scale * B A x`` to what a projection gives for ``x``. ``ADAPTERS_FILE`` says which
-projections each adapter changes; its matrices are tensors of the layers like any others. So a stage
-fetches, counts and loads those of its own layers, and other adapters make another model: the file
-and the tensors are part of the manifest.
+An adapter adds ``scale * B A x`` to a projection's output for the input ``x``. ``ADAPTERS_FILE``
+says which projections each adapter changes; its matrices are tensors of the layers like any others.
+So a stage fetches, counts and loads only those of its own layers. The file and the tensors are part
+of the manifest, so the same base with other adapters is another model.
 """
 
 import re
@@ -17,17 +17,17 @@ from molink.checkpoint.config_fields import read_bytes
 from molink.errors import BrokenModel, UsageError
 from molink.facts.model import MAX_ADAPTERS, AdapterName
 
-#: Adapters of a model, and the file of their matrices where they were imported.
+#: The adapters of a model, and the file that holds their matrices after an import.
 ADAPTERS_FILE = "molink_adapters.json"
 ADAPTER_TENSORS_FILE = "molink_adapters.safetensors"
 MAX_RANK = 512
-#: Bound of the factor ``alpha / rank`` and its variants.
+#: Maximum magnitude of a scale, ``alpha / rank`` or a variant of it.
 MAX_SCALE = 1e4
 _MAX_LAYERS = 4096
 _MAX_MODULES = 256
 _MAX_FILE_BYTES = 1 << 20
 
-#: Names are those of models in requests.
+#: Requests choose an adapter by giving its name as the model.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@-]{0,63}")
 
 _TENSOR = re.compile(r".+\.lora_[AB]\.\d{1,3}")
@@ -36,7 +36,7 @@ _Layer = Annotated[int, msgspec.Meta(ge=0, lt=_MAX_LAYERS)]
 
 
 class AdaptedModule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A projection, such as ``self_attn.q_proj``, of some layers that an adapter changes alike."""
+    """A projection, such as ``self_attn.q_proj``, that an adapter changes alike in some layers."""
 
     module: Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9_]{1,32}(\.[a-z0-9_]{1,32}){1,3}$")]
     rank: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANK)]
@@ -53,7 +53,7 @@ class Adapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ]
 
     def find_module(self, module: str, layer: int) -> AdaptedModule | None:
-        """How it changes a projection of a layer; ``None`` if it doesn't."""
+        """Return how the adapter changes a projection of a layer; ``None`` if it doesn't."""
         return next(
             (each for each in self.modules if each.module == module and layer in each.layers), None
         )

@@ -1,4 +1,4 @@
-"""Parses ``config.json``, as far as the decoder needs it."""
+"""Parses the fields of ``config.json`` that the decoder needs."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -31,7 +31,7 @@ from molink.facts.model import Quantize
 #: Supported compute types of weights, by their Hugging Face name.
 
 _DTYPES: dict[str, WeightDType] = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
-#: Names of the number that keeps norms finite.
+#: Names of the epsilon of norms.
 _NORM_EPS = ("rms_norm_eps", "norm_eps", "layer_norm_eps", "layer_norm_epsilon")
 #: Larger extents mean a damaged config; the limits also bound allocations.
 _MAX_LAYERS = 4096
@@ -76,7 +76,7 @@ class ModelConfig(FamilyTraits):
 
     @property
     def sees_whole_images(self) -> bool:
-        """Whether an image's rows attend to all of the image, so that no step cuts it."""
+        """Whether an image's rows attend to the whole image, which must then lie in one step."""
         return self.vision is not None and self.vision.whole_images
 
     @property
@@ -85,9 +85,9 @@ class ModelConfig(FamilyTraits):
         return self.is_multimodal and self.vision is None
 
     def drop_absent_mtp(self, names: Iterable[str]) -> "ModelConfig":
-        """The config of a checkpoint with tensors ``names``: many leave out MTP layers.
+        """Return the config without ``mtp`` if the checkpoint's tensors ``names`` lack it.
 
-        Their configs mention it nevertheless.
+        Many checkpoints leave out the MTP layers that their configs mention.
         """
         absent = self.mtp is not None and not self.mtp.is_stored(names)
         return replace(self, mtp=None) if absent else self
@@ -170,13 +170,13 @@ def _parse_tower(
     except UnsupportedModel as error:
         return None, (f"{error}: images are not supported",)
     if vision is not None and outer.get("quantization_config"):
-        # Its tower may be quantized, too.
+        # The tower may be quantized, too.
         return None, (f"{where}: images are not supported in a quantized checkpoint",)
     return vision, ()
 
 
 def _parse_norm_eps(fields: ConfigFields) -> float:
-    """The number that norms add to a mean square or variance."""
+    """Parse the epsilon that norms add to a mean square or variance."""
     name = next((one for one in _NORM_EPS if fields.get_value(one) is not None), _NORM_EPS[0])
     eps = fields.get_number(name, 1e-6)
     if eps < 0:
@@ -185,10 +185,11 @@ def _parse_norm_eps(fields: ConfigFields) -> float:
 
 
 def _parse_intermediate_size(fields: ConfigFields) -> int:
-    """Width of plain MLPs.
+    """Parse the width of plain MLPs.
 
-    LFM2 may state a width from which it derives the real one, a multiple of a block. Granite 4
-    without experts has only the shared one. Llama 4 states that of experts separately.
+    LFM2 may state a width from which the real one, a multiple of a block, is derived. Granite 4
+    without experts states only the shared expert's width. Llama 4 states the width of its plain
+    MLPs in a field of its own.
     """
     if fields.get_value("num_local_experts") == 0:
         return fields.get_integer("shared_intermediate_size", 1024, _MAX_INTERMEDIATE)
@@ -225,9 +226,9 @@ def _parse_max_len(fields: ConfigFields, context: int) -> tuple[int, tuple[str, 
 
 
 def _refuse_other_attention(raw: Mapping[str, Any], where: str, task: ModelTask) -> None:
-    """Refuse attention to later tokens, which embedding models may have."""
+    """Refuse bidirectional attention, which some embedding models have."""
     for name, causal in (("use_bidirectional_attention", False), ("is_causal", True)):
-        # Gemma 4 says so of images only.
+        # Gemma 4's value "vision" concerns images only.
         if raw.get(name, causal) not in (causal, None, "vision"):
             raise UnsupportedModel(
                 f"{where}: {name} {str(raw[name])[:40]} is not supported: in molink tokens attend "

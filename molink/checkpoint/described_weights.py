@@ -1,8 +1,8 @@
-"""Tensors that a checkpoint would store, from a model's config and its format alone.
+"""Describes the tensors that a checkpoint would store, given only a model's config and format.
 
-Sizes are those of the published files within some percent: files have headers, and may hold layers
-for multi-token prediction. GGUF files are as llama.cpp's ``llama-quantize`` makes them from a model
-in 16 bits (``llama_tensor_get_type``), without ``--tensor-type``.
+Sizes match published files within a few percent: files also have headers, and may hold layers for
+multi-token prediction. GGUF types are those that llama.cpp's ``llama-quantize`` chooses for a
+16-bit model (``llama_tensor_get_type``) without ``--tensor-type``.
 """
 
 from collections.abc import Mapping
@@ -35,18 +35,18 @@ STORAGE_CONFIGS: dict[str, dict[str, Any]] = {
     "q4_k_m": {},
     "q8_0": {},
 }
-#: Those of GGUF files.
+#: Formats that are GGUF files.
 GGUF_FORMATS = ("mxfp4-gguf", "q4_k_m", "q8_0")
-#: Types that llama-quantize takes if a row is no multiple of 256.
+#: Types that llama-quantize falls back to if a row's length is not a multiple of 256.
 _FALLBACKS = {"q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0"}
-#: Projections of which llama-quantize gives more bits to half of the layers.
+#: Projections that get more bits from llama-quantize in half of the layers.
 _LARGER_SUFFIXES = (
     "down_proj.weight",
     "output_linear.weight",
     "w2.weight",
     "self_attn.v_proj.weight",
 )
-#: llama-quantize takes a model of 80 layers for one of 70 billion parameters: 5 bits for values.
+#: llama-quantize assumes that a model with 80 layers has 70 B parameters; values get 5 bits.
 _SEVENTY_BILLION_LAYERS = 80
 
 
@@ -135,7 +135,7 @@ def _stored_tensors(
 
 
 def _stack_marks(shapes: TensorShapes) -> dict[str, TensorSpec]:
-    """Names of the stacks that hold experts, as gpt-oss has them."""
+    """Return names of the stacks that hold experts, as in gpt-oss."""
     names = (name.split(".experts.") for name in shapes if ".experts." in name)
     stacks = {(before, after.split(".")[1]) for before, after in names}
     ends = ("_blocks", "_scales", "_bias")
@@ -147,7 +147,7 @@ def _stack_marks(shapes: TensorShapes) -> dict[str, TensorSpec]:
 
 
 def _low_bit_marks(shapes: TensorShapes, scheme: LowBitScheme) -> dict[str, TensorSpec]:
-    """Names of the tensors with numbers of all projections."""
+    """Return names of the tensors that hold the numbers of all projections."""
     numbers = EIGHT_BIT_DTYPES[scheme.number_kind]
     return {
         scheme.numbers_name(name): DescribedTensor(numbers, shape)
@@ -159,7 +159,7 @@ def _low_bit_marks(shapes: TensorShapes, scheme: LowBitScheme) -> dict[str, Tens
 def _gguf_tensor(
     name: str, shape: tuple[int, ...], config: ModelConfig, storage: str, *, more_bits: bool
 ) -> tuple[str, DescribedTensor]:
-    """Name and tensor of a weight in a GGUF file; norms, biases and routers stay in float32."""
+    """Describe a weight in a GGUF file; norms, biases and routers stay float32."""
     if len(shape) != 2 or name.endswith(ROUTER_SUFFIXES):
         return name, DescribedTensor("F32", shape)
     kind = PACKED_TYPES["q8_0"]
@@ -176,7 +176,7 @@ def _gguf_tensor(
 
 
 def _choose_q4_k_m(name: str, config: ModelConfig, *, more_bits: bool) -> GgmlType:
-    """Type of a matrix in Q4_K_M: six bits for some projections, in half of the layers."""
+    """Choose a matrix's type in Q4_K_M: six bits for some projections in half the layers."""
     output = EMBEDDING_NAME if config.tied_embeddings else OUTPUT_HEAD_NAME
     few_heads = config.heads == 8 * config.kv_heads
     if name == output:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from molink.errors import ModelError
 
-#: Bytes of disk space that are left free.
+#: Bytes of disk space that must stay free.
 DISK_RESERVE_BYTES = 256 << 20
 #: Advice if the folder is inside molink's own.
 OTHER_HOME_HINT = ", or put molink's own folder on another disk (MOLINK_HOME)"

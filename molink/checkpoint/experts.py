@@ -10,25 +10,26 @@ from molink.errors import BrokenModel, UnsupportedModel
 _MAX_EXPERTS = 1024
 _MAX_EXPERTS_OF_MODEL = 2**16
 MAX_EXPERT_SIZE = 2**20
-#: Scores of a row's experts: probabilities, each by itself, or one expert after the other.
+#: How a row's experts are scored: a softmax over all, a sigmoid of each, or SparseMixer, which
+#: picks one expert after the other.
 Scoring = Literal["softmax", "sigmoid", "sparsemixer"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Routing:
-    """How a router chooses ``top_k`` of ``num_experts`` experts for a row, and weighs them.
+    """How a router chooses ``top_k`` of ``num_experts`` experts for a row and weights them.
 
-    ``scoring`` maps logits to scores. The experts with the highest scores are chosen; with
-    ``is_corrected``, by scores plus a learned correction of each expert, which changes the choice
-    only (arXiv 2408.15664). Of ``groups`` equal groups of experts, only the ``top_groups`` with the
+    ``scoring`` maps logits to scores. The experts with the highest scores are chosen. With
+    ``is_corrected``, a learned correction per expert is added to the scores for this choice only
+    (arXiv 2408.15664). Of ``groups`` equal groups of experts, only the ``top_groups`` with the
     highest sums of their ``group_voters`` (1 or 2) best experts take part (DeepSeek-V3, arXiv
-    2412.19437, §2.1.2). An expert's weight is its score; with ``renormalize`` divided by the sum of
-    the row's, which is at least ``min_sum``; times ``scale``. It multiplies what the expert returns
-    or, with ``scales_input``, what the only expert of a row reads.
+    2412.19437, §2.1.2). An expert's weight is its score times ``scale``; with ``renormalize`` the
+    score is first divided by the sum of the row's chosen scores plus ``min_sum``. The weight
+    multiplies the expert's output or, with ``scales_input``, the input of a row's only expert.
 
     ``sparsemixer`` (arXiv 2409.12136) chooses experts one after the other. The best one's weight is
-    its probability among those whose logits are close to its own: the difference is at most twice
-    ``jitter`` of the larger magnitude. Then it is left out.
+    its probability among the experts with logits close to its own: the difference is at most ``2 *
+    jitter`` times the larger magnitude. The next choice excludes it.
     """
 
     num_experts: int
@@ -53,13 +54,13 @@ class ExpertsConfig(Routing):
     ``down``, ``shared`` and ``shared_gate`` are parts of tensor names; ``gate_up`` may be one name
     for both. Corrections have ``correction_dims`` dimensions, of which the last counts experts.
     With ``has_bias`` all projections have biases, including the router. With ``has_wide_router``
-    the router computes in float32: 16 bits don't tell close scores apart. Unless ``is_gated``,
-    ``gate_up`` is the up projection alone. A shared expert of ``shared_intermediate_size`` (0 =
-    none; several count as one) processes all rows; with ``shared_gate`` it is weighted by a gate of
-    its own. ``shared_names`` are whole names of its projections, if they don't follow from the
-    others. If it ``is_paired``, routed and shared experts have norms of their own, and so has the
-    router. With a ``latent_size`` routed experts read and return latents, from and to which
-    ``latent_names`` project.
+    the router computes in float32, since 16 bits cannot separate close scores. Unless ``is_gated``,
+    ``gate_up`` is the up projection alone. A shared expert of width ``shared_intermediate_size``
+    (0: none; several are merged into one) processes all rows; with ``shared_gate`` a gate weights
+    its output. ``shared_names`` are the full names of its projections, if they don't follow the
+    pattern. With ``is_paired`` the routed experts, the shared expert and the router each have their
+    own norms. With a ``latent_size`` routed experts read and return latents; the projections
+    ``latent_names`` map rows to latents and back.
     """
 
     intermediate_size: int
@@ -82,7 +83,7 @@ class ExpertsConfig(Routing):
 
     @property
     def latent_names(self) -> tuple[str, str]:
-        """Names of the projections of rows to latents, and back."""
+        """Names of the projections from rows to latents and back."""
         return f"{self.module}.fc1_latent_proj", f"{self.module}.fc2_latent_proj"
 
     @property
@@ -92,7 +93,7 @@ class ExpertsConfig(Routing):
 
     @property
     def correction_name(self) -> str:
-        """Name of the tensor of corrections."""
+        """Name of the tensor that holds the experts' corrections."""
         return f"{self.module}.{self.correction}"
 
     @property
@@ -132,7 +133,7 @@ def granite_experts(fields: ConfigFields, layers: int) -> ExpertsConfig:
 
 
 def granite_hybrid_experts(fields: ConfigFields, layers: int) -> ExpertsConfig | None:
-    """Granite 4: the same beside a shared expert; ``None`` if that is the only one."""
+    """Granite 4: as Granite, plus a shared expert; ``None`` if that is the only one."""
     if not fields.get_count("num_local_experts", 8):
         return None
     is_split = fields.get_boolean("split_shared_mlp", False)
@@ -183,7 +184,7 @@ def qwen_experts(fields: ConfigFields, layers: int) -> ExpertsConfig:
 
 
 def shared_qwen_experts(fields: ConfigFields, layers: int) -> ExpertsConfig:
-    """The same beside a shared expert, with a gate of its own."""
+    """Qwen2-MoE: as Qwen3-MoE, plus a shared expert with its own gate."""
     return replace(
         qwen_experts(fields, layers),
         shared_intermediate_size=fields.get_integer(
@@ -195,7 +196,7 @@ def shared_qwen_experts(fields: ConfigFields, layers: int) -> ExpertsConfig:
 
 
 def lfm2_experts(fields: ConfigFields, layers: int) -> ExpertsConfig:
-    """LFM2: sigmoid scores, perhaps corrected; Mixtral's names in another module."""
+    """LFM2: sigmoid scores with optional corrections; Mixtral's names in another module."""
     experts = ExpertsConfig(
         num_experts=fields.get_integer("num_experts", maximum=_MAX_EXPERTS),
         top_k=fields.get_integer("num_experts_per_tok"),
@@ -215,7 +216,7 @@ def lfm2_experts(fields: ConfigFields, layers: int) -> ExpertsConfig:
 
 
 def llama4_experts(fields: ConfigFields, layers: int) -> ExpertsConfig | None:
-    """Llama 4: one expert of a row, which reads it times a sigmoid, beside a shared one.
+    """Llama 4: one routed expert per row, whose input is scaled by a sigmoid, plus a shared one.
 
     ``None`` if no layer has experts.
     """
@@ -293,7 +294,7 @@ def deepseek_experts(fields: ConfigFields, layers: int) -> ExpertsConfig:
         top_groups=fields.get_integer("topk_group", 1),
         min_sum=1e-20,
         scale=fields.get_positive("routed_scaling_factor", 1.0),
-        # The layer behind the last one, of a module for MTP, counts as well.
+        # The layer of the MTP module, which follows the last one, counts as well.
         dense_layers=frozenset(
             range(min(layers + 1, fields.get_count("first_k_dense_replace", 0)))
         ),
@@ -316,7 +317,7 @@ def kimi_experts(fields: ConfigFields, layers: int) -> ExpertsConfig:
 
 
 def deepseek_v2_experts(fields: ConfigFields, layers: int) -> ExpertsConfig:
-    """Experts as in DeepSeek-V2: plain probabilities, the best groups by their best expert."""
+    """Experts as in DeepSeek-V2: softmax scores; a group ranks by its best expert."""
     method = fields.get_string("topk_method", "greedy")
     if method not in ("greedy", "group_limited_greedy"):
         raise UnsupportedModel(f"{fields.where}: topk_method {method!r} is not supported")
@@ -336,12 +337,12 @@ def deepseek_v2_experts(fields: ConfigFields, layers: int) -> ExpertsConfig:
 
 
 def mistral4_experts(fields: ConfigFields, layers: int) -> ExpertsConfig:
-    """Mistral 4: as DeepSeek-V3, with probabilities instead of corrected sigmoids."""
+    """Mistral 4: as DeepSeek-V3, with softmax scores instead of corrected sigmoids."""
     return replace(deepseek_experts(fields, layers), scoring="softmax", is_corrected=False)
 
 
 def ernie_experts(fields: ConfigFields, layers: int) -> ExpertsConfig:
-    """ERNIE 4.5: corrected probabilities, shared experts, experts in a range of layers."""
+    """ERNIE 4.5: corrected softmax scores, shared experts, experts in a range of layers."""
     inner = fields.get_integer("moe_intermediate_size", maximum=MAX_EXPERT_SIZE)
     first = fields.get_count("moe_layer_start_index", 1)
     step = fields.get_integer("moe_layer_interval", 1)
@@ -370,7 +371,7 @@ def ernie_experts(fields: ConfigFields, layers: int) -> ExpertsConfig:
 def nemotron_experts(
     fields: ConfigFields, layers: int, expert_layers: frozenset[int]
 ) -> ExpertsConfig:
-    """Nemotron 3: as DeepSeek-V3, without gates, perhaps in latents."""
+    """Nemotron 3: as DeepSeek-V3, without gates; experts may work on latents."""
     return replace(
         deepseek_experts(fields, layers),
         is_gated=False,
@@ -395,7 +396,7 @@ def minimax_experts(fields: ConfigFields, layers: int) -> ExpertsConfig:
 
 
 def hunyuan_experts(fields: ConfigFields, layers: int) -> ExpertsConfig:
-    """Hunyuan: experts in all layers, and shared ones as wide as a plain MLP."""
+    """Hunyuan: experts in all layers; each shared expert is as wide as a plain MLP."""
     inner = fields.get_integer("intermediate_size", maximum=MAX_EXPERT_SIZE)
     experts = ExpertsConfig(
         num_experts=_get_uniform(fields, "num_experts", 1, _MAX_EXPERTS),
@@ -411,7 +412,7 @@ def hunyuan_experts(fields: ConfigFields, layers: int) -> ExpertsConfig:
 
 
 def _get_uniform(fields: ConfigFields, name: str, default: int, maximum: int) -> int:
-    """Return a positive integer that may be listed for each layer, but is the same."""
+    """Return a positive integer, which a config may list per layer if all entries are equal."""
     listed = set(fields.get_integers(name)) or {default}
     if len(listed) > 1:
         raise UnsupportedModel(f"{fields.where}: {name} differs between layers")

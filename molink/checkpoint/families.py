@@ -13,37 +13,38 @@ Supported ``architectures``:
 - ``Olmo2ForCausalLM``, ``Olmo3ForCausalLM``: norms after attention and MLP only, query and key
   norms over all heads; OLMo 3 with windows
 - ``MistralForCausalLM``, ``MinistralForCausalLM``: sliding windows
-- ``FalconH1ForCausalLM``: attention beside Mamba-2 in each layer, factors
+- ``FalconH1ForCausalLM``: attention in parallel to Mamba-2 in each layer, factors
 - ``NemotronHForCausalLM``: layers that are Mamba-2, attention, an MLP or experts
 - ``InternLM3ForCausalLM``: Llama with other names of its biases
-- ``PhimoeForCausalLM`` (Phi-3.5-MoE): LayerNorm, biases of logits, experts chosen one by one
-- ``Ministral3ForCausalLM``, ``Mistral4ForCausalLM``: queries that grow with their position; the
-  latter with latent attention
+- ``PhimoeForCausalLM`` (Phi-3.5-MoE): LayerNorm, biases of logits, experts chosen one after the
+  other
+- ``Ministral3ForCausalLM``, ``Mistral4ForCausalLM``: queries scaled by position; the latter with
+  latent attention
 - ``MiMoForCausalLM``: Qwen2 with an MTP layer
 - ``Qwen2ForCausalLM`` (also 2.5), ``Qwen3ForCausalLM``: windows in some layers
 - ``Phi3ForCausalLM``: Phi-3, Phi-3.5, Phi-4 and Phi-4-mini; merged projections, LongRoPE
-- ``Llama4ForCausalLM``: attention in chunks where there is RoPE, experts whose input is scaled
+- ``Llama4ForCausalLM``: chunked attention in layers with RoPE, experts whose input is scaled
 - ``MixtralForCausalLM``, ``Qwen2MoeForCausalLM``, ``Qwen3MoeForCausalLM``: experts
 - ``Qwen3NextForCausalLM``, ``Qwen3_5ForCausalLM``, ``Qwen3_5MoeForCausalLM``: gated delta rule in
   most layers, gated attention in the others
 - ``Lfm2ForCausalLM``, ``Lfm2MoeForCausalLM``: short convolutions in most layers
-- ``CohereForCausalLM``, ``Cohere2ForCausalLM``: LayerNorm, attention and MLP side by side;
-  Cohere 2 with windows, and RoPE in their layers only
+- ``CohereForCausalLM``, ``Cohere2ForCausalLM``: LayerNorm, attention and MLP in parallel; Cohere 2
+  has windows, and RoPE only in layers with a window
 - ``GptOssForCausalLM``: attention sinks, a clamped gate, experts in MXFP4
 - ``GlmForCausalLM``, ``Glm4ForCausalLM``: partial, interleaved RoPE
 - ``Glm4MoeForCausalLM``: GLM-4.5 to 4.7; experts with sigmoid scores, some shared
 - ``DeepseekV2ForCausalLM``, ``DeepseekV3ForCausalLM``, ``Glm4MoeLiteForCausalLM``: latent attention
-- ``DeepseekV32ForCausalLM``, ``GlmMoeDsaForCausalLM`` (GLM-5): the same over chosen positions
-- ``KimiLinearForCausalLM``: latent attention without RoPE, in most layers a delta rule whose
-  channels fade by themselves
+- ``DeepseekV32ForCausalLM``, ``GlmMoeDsaForCausalLM`` (GLM-5): the same, over selected positions
+- ``KimiLinearForCausalLM``: a delta rule with a decay per channel in most layers, latent attention
+  without RoPE in the others
 - ``Dots1ForCausalLM``: Qwen3 with such experts
 - ``MiniMaxM2ForCausalLM``: the same scores without groups and shared experts
 - ``Ernie4_5ForCausalLM``, ``Ernie4_5_MoeForCausalLM``: interleaved RoPE
 - ``HunYuanDenseV1ForCausalLM``, ``HunYuanMoEV1ForCausalLM``: norms of rotated queries and keys
 - ``Gemma2ForCausalLM``, ``Gemma3ForCausalLM``: four norms a layer, soft-capped scores, separate
   RoPE for sliding-window layers
-- ``Gemma4ForCausalLM``: the same with other heads in layers without windows, and experts beside an
-  MLP
+- ``Gemma4ForCausalLM``: the same with other heads in layers without windows, and experts in
+  parallel to an MLP
 - the text models of the multimodal ones in :mod:`molink.checkpoint.multimodal`
 
 Only this module, :mod:`molink.checkpoint.family_traits`, :mod:`molink.checkpoint.gemma4_traits` and
@@ -168,7 +169,7 @@ ARCHITECTURES: dict[str, Family] = {
     "NemotronHForCausalLM": "nemotron_h",
     "FalconH1ForCausalLM": "falcon_h1",
     "OlmoHybridForCausalLM": "olmo_hybrid",
-    # As the hub has it, and transformers.
+    # Spelled as on the hub, and as in transformers.
     "PhiMoEForCausalLM": "phimoe",
     "PhimoeForCausalLM": "phimoe",
 }
@@ -225,7 +226,7 @@ CONFIG_DEFAULTS: dict[Family, dict[str, Any]] = {
         "num_experts_per_tok": 8,
         "moe_intermediate_size": 512,
         "shared_expert_intermediate_size": 512,
-        # There are no other layers.
+        # No layer has a plain MLP.
         "intermediate_size": 512,
         "norm_topk_prob": True,
     },

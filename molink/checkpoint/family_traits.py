@@ -67,7 +67,7 @@ def llama(fields: ConfigFields, layers: int) -> FamilyTraits:
 
 
 def internlm3(fields: ConfigFields, layers: int) -> FamilyTraits:
-    """InternLM 3: Llama, whose biases of queries, keys and values are told apart."""
+    """InternLM 3: Llama with ``qkv_bias`` for queries, keys and values."""
     refuse_windows(fields)
     biased = fields.get_boolean("bias", fields.get_boolean("mlp_bias", False))
     queries = fields.get_boolean("attention_bias", False)
@@ -163,7 +163,7 @@ def olmo_hybrid(fields: ConfigFields, layers: int) -> FamilyTraits:
 
 
 def falcon_h1(fields: ConfigFields, layers: int) -> FamilyTraits:
-    """Falcon-H1: attention beside Mamba-2 in each layer, factors everywhere."""
+    """Falcon-H1: attention in parallel to Mamba-2 in each layer, factors everywhere."""
     refuse_other(fields, "hidden_act", "silu")
     queries, outputs = (
         fields.get_positive(f"attention_{part}_multiplier", 1.0) for part in ("in", "out")
@@ -202,7 +202,7 @@ def falcon_h1(fields: ConfigFields, layers: int) -> FamilyTraits:
 
 
 def _parse_factors(fields: ConfigFields, name: str, count: int) -> tuple[float, ...]:
-    """``count`` numbers, 1 by default."""
+    """Parse a list of ``count`` numbers; all are 1 by default."""
     if fields.get_value(name) is None:
         return (1.0,) * count
     found = fields.get_numbers(name)
@@ -243,7 +243,7 @@ def ministral(fields: ConfigFields, layers: int) -> FamilyTraits:
 
 
 def ministral3(fields: ConfigFields, layers: int) -> FamilyTraits:
-    """Ministral 3: queries that grow with their position."""
+    """Ministral 3: queries scaled by position."""
     refuse_windows(fields)
     made = base_traits(fields, layers)
     return replace(
@@ -254,7 +254,7 @@ def ministral3(fields: ConfigFields, layers: int) -> FamilyTraits:
 
 
 def qwen2(fields: ConfigFields, layers: int) -> FamilyTraits:
-    """Qwen2 and 2.5, and their text models that see: biases, windows in upper layers."""
+    """Qwen2 and 2.5, and the text models of their VL variants: biases, windows in upper layers."""
     rope = parse_rope(fields, RopeDefaults(aliases={"mrope": "default"}))
     traits = base_traits(fields, layers, rope=rope)
     return replace(
@@ -398,7 +398,7 @@ def hunyuan_dense(fields: ConfigFields, layers: int) -> FamilyTraits:
 
 
 def cohere(fields: ConfigFields, layers: int) -> FamilyTraits:
-    """Command R and R+, Aya: attention and MLP side by side, LayerNorm."""
+    """Command R and R+, Aya: attention and MLP in parallel, LayerNorm."""
     refuse_windows(fields)
     normed = fields.get_boolean("use_qk_norm", False)
     return replace(

@@ -197,20 +197,20 @@ def refuse_unknown_tensors(
         )
 
 
-#: ERNIE's names of such layers.
+#: Prefixes of ERNIE's MTP modules.
 _DRAFT_PREFIXES = tuple(
     f"model.mtp_{part}." for part in ("block", "emb_norm", "hidden_norm", "linear_proj")
 )
-#: Qwen's; its configs need not mention them.
+#: Prefix of Qwen's MTP modules, which its configs may not mention.
 _QWEN_DRAFTS = "mtp."
 
 
 def _unread_prefixes(config: ModelConfig, tensors: Mapping[str, TensorSpan]) -> tuple[str, ...]:
-    """Prefixes of modules for multi-token prediction, all of whose tensors are accepted."""
+    """List prefixes of MTP modules; every tensor below them is accepted."""
     if not config.draft_layers:
         return (_QWEN_DRAFTS,)
     mtp = config.mtp or MtpShape(prefix=f"model.layers.{config.layers}.")
-    # Also copies of the embedding and the output head.
+    # These prefixes also cover copies of the embedding and the output head.
     found = (
         mtp.module_prefix(index)
         for index in range(config.draft_layers)

@@ -58,15 +58,15 @@ def gemma4(fields: ConfigFields, layers: int) -> FamilyTraits:
 
 
 def _parse_windows(fields: ConfigFields, layers: int) -> tuple[int, ...]:
-    """Windows in all layers but every 6th; the last layer never has one."""
+    """Parse windows: all layers but every 6th have one by default; the last never has."""
     return (*parse_typed_windows(fields, layers, full_every=6)[:-1], 0)
 
 
 def _parse_full_heads(fields: ConfigFields, windows: tuple[int, ...], kv_heads: int) -> HeadShape:
-    """Heads of layers without a window.
+    """Parse the heads of layers without a window.
 
-    transformers 5 writes them into ``per_layer_config``, where released configs say
-    ``global_head_dim`` and ``num_global_key_value_heads``.
+    transformers 5 writes them to ``per_layer_config``; released configs have ``global_head_dim``
+    and ``num_global_key_value_heads``.
     """
     listed = fields.get_object("per_layer_config")
     kept = fields.get_boolean("attention_k_eq_v", False)

@@ -38,7 +38,7 @@ from molink.gguf.metadata import read_sampling_defaults
 from molink.gguf.tensor_mapping import MappedTensor, map_tensors
 from molink.gguf.tokenizer_files import TokenizerFiles, build_tokenizer_files
 
-#: Rises with every change of the folder's layout.
+#: Version of the folder's layout; increment it with every change.
 _LAYOUT_VERSION = 4
 #: Bytes of one write.
 _WRITE_BYTES = 1 << 22
@@ -137,7 +137,7 @@ def _map_file(path: Path) -> Iterator[mmap.mmap]:
 
 
 def _check_tensors(file: GgufFile, config: dict[str, Any]) -> list[MappedTensor]:
-    """Return the model's tensors; checks that none is missing and all fit the metadata."""
+    """Return the model's tensors; check that none is missing and that all match the metadata."""
     found = {entry.name: entry for entry in map_tensors(file, config)}
     parsed = ModelConfig.parse_config(config, str(file.path)).drop_absent_mtp(found)
     shapes = stage_tensors(parsed, 0, parsed.layers)
@@ -200,8 +200,8 @@ def _read_bytes(entry: MappedTensor, files: Sequence[mmap.mmap]) -> Iterator[byt
         norm = np.frombuffer(data[entry.offset : end], "<f4")
         yield (norm - np.float32(entry.subtract)).astype("<f4").tobytes()
     elif entry.permuted_heads:
-        # GGUF interleaves the halves of a head: row 2i is the i-th of the first half, 2i + 1 of the
-        # second.
+        # GGUF interleaves the halves of a head: row 2i is row i of the first half, row 2i + 1 is
+        # row i of the second.
         rows = np.frombuffer(data[entry.offset : end], np.uint8).reshape(entry.shape[0], -1)
         pairs = rows.reshape(entry.permuted_heads, -1, 2, rows.shape[1])
         yield pairs.swapaxes(1, 2).tobytes()

@@ -1,12 +1,12 @@
 """Downloads models from the Hugging Face hub into its shared cache.
 
-The cache has the layout of the hub's library, which only sends requests and creates links: it would
-name files after the server's ETags. Here, interrupted downloads resume, and each file is checked
-against the hub's hash. The library is imported late, since that takes half a second and most
-commands never need it.
+The cache has the layout of the hub's library. The library itself only sends requests and creates
+links, since it would name files after the server's ETags. Here, interrupted downloads resume, and
+each file is checked against the hub's hash. The library is imported late: importing it takes half a
+second, and most commands never need it.
 
-A hub, or a mirror that ``HF_ENDPOINT`` names, may lie. Its names, hashes and commits are checked
-once, in :func:`query_repository`, before any of them becomes part of a path.
+The hub, or the mirror in ``HF_ENDPOINT``, is not trusted. :func:`query_repository` checks its
+names, hashes and commits before any of them becomes part of a path.
 """
 
 import hashlib
@@ -46,15 +46,15 @@ FILE_PATTERNS = ("*.safetensors", "*.json", "*.jinja")
 DUPLICATE_PATTERNS = ("original/*", "consolidated*", "*/*.safetensors")
 #: Suffix of partial downloads.
 PARTIAL_SUFFIX = ".molink"
-#: Delays between attempts that bring no bytes.
+#: Delays in seconds between attempts that received no bytes.
 RETRY_DELAYS_S = (1.0, 2.0, 4.0, 8.0)
-#: A commit of a repository, as the hub names it.
+#: A commit hash of a repository.
 COMMIT_PATTERN = re.compile(r"[0-9a-f]{40}")
 _SHA256_PATTERN = re.compile(r"[0-9a-f]{64}")
 _READ_TIMEOUT_S = 30.0
-#: Timeout of finding and connecting to the hub, in seconds.
+#: Timeout in seconds for resolving the hub's name and connecting to it.
 _CONNECT_TIMEOUT_S = 5.0
-#: Small files that are fetched at once.
+#: Maximum number of small files that are fetched at the same time.
 _MAX_SMALL_FETCHES = 8
 #: Bytes per read when hashing a file.
 _HASHED_BYTES = 1 << 20
@@ -69,7 +69,7 @@ class ByteCounter(Protocol):
         """Count bytes that were transferred."""
 
     def add_existing(self, nbytes: int) -> None:
-        """Count bytes that are present already."""
+        """Count bytes that are already present."""
 
 
 class NullCounter:
@@ -153,7 +153,7 @@ class HubRepository:
         return max(size for size in (0, *sizes) if size <= file.nbytes)
 
     def open_slot(self, path: Path) -> Path:
-        """Return ``path`` in this cache, ready to be written to: not a link, and in a folder.
+        """Prepare ``path`` in this cache for writing: remove a link there, and create its folder.
 
         Raises:
             OSError: it is outside of the cache.
@@ -223,7 +223,7 @@ def find_only_gguf(repository: str) -> str | None:
 def _check_reachable() -> None:
     """Check within seconds that the hub answers at all.
 
-    The library retries for long, and nothing else bounds the system's DNS resolver.
+    The library retries for a long time, and the system's DNS resolver has no timeout of its own.
 
     Raises:
         Unavailable: it does not.
@@ -375,7 +375,7 @@ def _refuse_listing(repository: str, reason: str) -> BrokenModel:
 
 
 def _quote(value: object) -> str:
-    """The start of what a hub sent, without characters that change the terminal."""
+    """Quote the start of a hub's answer without control characters, for error messages."""
     return ascii(str(value)[:200])
 
 
@@ -387,10 +387,10 @@ def _missing_file_error(repository: str, file: str, ggufs: list[str]) -> str:
 
 
 def check_disk_space(found: HubRepository, files: Sequence[HubFile]) -> None:
-    """Check that the disk has room for what is missing of ``files``.
+    """Check that the disk has room for the missing parts of ``files``.
 
     Raises:
-        ModelError: it has not.
+        ModelError: not enough space.
     """
     missing = sum(file.nbytes - found.count_cached_bytes(file) for file in files)
     hint = ", or set HF_HOME to a folder on another disk"
@@ -404,7 +404,7 @@ def _is_wanted(name: str) -> bool:
 
 
 def _files_of_layers(found: HubRepository, folder: Path, layers: LayerRange) -> tuple[HubFile, ...]:
-    """Weight files that hold the tensors of a stage."""
+    """List the weight files that hold the tensors of a stage."""
     config = ModelConfig.load_folder(folder)
     first, last = layers
     if not 0 <= first < last <= config.layers:
@@ -430,8 +430,8 @@ def _link_snapshot(found: HubRepository, files: Iterable[HubFile]) -> Path:
         _create_symlink,
     )
 
-    # On Windows without developer mode the library copies a file, or moves it as a ``new_blob``: a
-    # large one under the last of its names.
+    # On Windows without developer mode there are no links: the library copies the file, or moves it
+    # if ``new_blob`` is set. A large file is moved to the last of its names.
     constants.HF_HUB_DISABLE_SYMLINKS_WARNING = True
     missing = [file for file in files if not file.is_complete(found.snapshot / file.name)]
     last_names = {file.sha256: file.name for file in missing if file.sha256}
@@ -474,7 +474,7 @@ def _ensure_file(
 def _reopen_partial(found: HubRepository, file: HubFile, partial_path: Path) -> None:
     """Reuse an incomplete file in the cache as the partial download if it is longer.
 
-    Links are deleted and never followed: they lead to the blob, or to a file that is not ours.
+    Links are deleted, never followed: they point to the blob or outside the cache.
     """
     for path in found.candidate_paths(file):
         entry, size = resolve_inside(found.cache, path), _file_size(path)
@@ -497,7 +497,7 @@ def _fetch_file(
     counter: ByteCounter,
     stop: threading.Event,
 ) -> None:
-    """Fetch the rest of a file; retry while that makes progress."""
+    """Fetch the rest of a file; retry as long as attempts make progress."""
     fruitless = 0
     while (before := _file_size(partial_path)) < file.nbytes:
         reason = "the response was too short"
@@ -556,7 +556,7 @@ def network_errors() -> Any:
     """Exceptions that mean a network failure."""
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
-    # The HTTP client is the library's choice; its errors share this base class.
+    # The library chooses the HTTP client; all its errors share this base class.
     http: Any = HfHubHTTPError.__mro__[1]
     return (http, OfflineModeIsEnabled)
 

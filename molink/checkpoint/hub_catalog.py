@@ -1,7 +1,7 @@
 """The catalog: short names of models on the Hugging Face hub, such as ``qwen3:8b``.
 
-``configs/models/catalog`` has a file per family. Its ``[config]``, and that of a model, are the
-fields of the model's ``config.json`` that decide its shape; parameters, size and memory follow from
+``configs/models/catalog`` has a file per family. Its ``[config]``, and that of each model, hold the
+fields of ``config.json`` that determine the model's shape; parameters, size and memory follow from
 them (:mod:`molink.checkpoint.described_weights`).
 """
 
@@ -23,7 +23,7 @@ from molink.errors import UsageError
 
 #: Separates family, tag and format in a name.
 _TAG_MARK, _FORMAT_MARK = ":", "-"
-#: Names proposed for an unknown one, and how similar they must be.
+#: Maximum number of names proposed for an unknown one, and how similar they must be.
 _MAX_PROPOSED = 3
 _MIN_SIMILARITY = 0.6
 _Name = Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}\Z")]
@@ -56,7 +56,7 @@ class _FamilyFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class CatalogEntry:
     """A model in one format. ``source`` is ``OWNER/NAME`` or ``OWNER/NAME/FILE.gguf``.
 
-    ``is_default`` marks the format that the name without one means.
+    ``is_default`` marks the format of names that give none.
     """
 
     name: str
@@ -72,7 +72,7 @@ class CatalogEntry:
     is_default: bool
 
     def parse_config(self) -> ModelConfig:
-        """The part of the model's config that the catalog describes.
+        """Parse the fields of the model's config that the catalog holds.
 
         Raises:
             ModelError: the catalog describes a model that molink does not serve.
@@ -84,7 +84,7 @@ class CatalogEntry:
         return config
 
     def describe_weights(self) -> DescribedWeights:
-        """The stored tensors, in the typical layers; raises as :meth:`parse_config`."""
+        """Describe the stored tensors of typical layers; raises as :meth:`parse_config`."""
         return describe_weights(self.parse_config(), self.format)
 
 
@@ -96,7 +96,7 @@ class HubCatalog:
     default_tags: dict[str, str]
 
     def find_entry(self, name: str) -> CatalogEntry | None:
-        """The entry ``FAMILY``, ``FAMILY:TAG`` or ``FAMILY:TAG-FORMAT``; case does not matter.
+        """Find the entry ``FAMILY``, ``FAMILY:TAG`` or ``FAMILY:TAG-FORMAT``; case does not matter.
 
         The tag ``latest`` means the default, as with Ollama.
         """
@@ -110,7 +110,7 @@ class HubCatalog:
         return None
 
     def search_entries(self, text: str) -> list[CatalogEntry]:
-        """Entries of which name, source, use or license contain all words of ``text``."""
+        """Find entries whose name, source, use or license contain all words of ``text``."""
         words = text.lower().split()
 
         def matches(entry: CatalogEntry) -> bool:
@@ -120,7 +120,7 @@ class HubCatalog:
         return [entry for entry in self.entries if matches(entry)]
 
     def propose_names(self, name: str) -> list[str]:
-        """The nearest names to an unknown ``name``: tags of its family, or similar names."""
+        """Propose names close to an unknown ``name``: tags of its family, or similar names."""
         family, _, tag = name.lower().partition(_TAG_MARK)
         if family in self.default_tags:
             tags = [one.tag for one in self.entries if one.family == family and one.is_default]

@@ -31,7 +31,7 @@ from molink.checkpoint.safetensors_header import TensorSpan, header_length, pars
 from molink.errors import BrokenModel, Unavailable
 from molink.files import is_plain
 
-#: Seconds without data after which a read fails; a peer may serve it instead.
+#: Seconds without data after which a read fails; a peer may then be the source instead.
 READ_TIMEOUT_S = 10.0
 #: Seconds for which a redirect is reused; signed URLs expire.
 _REDIRECT_TTL_S = 300.0
@@ -92,7 +92,7 @@ class HubReader:
             return self._spans
 
     def read_header(self, file: hub.HubFile) -> dict[str, TensorSpan]:
-        """Read the tensors of a file; raises what the hub's library raises, too.
+        """Read the tensors of a file; also raises what the hub's library raises.
 
         Raises:
             BrokenModel: not a safetensors file.

@@ -1,4 +1,4 @@
-"""How a folder says that images are prepared: the files of its image processor."""
+"""Reads how a model prepares images from the files of its image processor."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -8,7 +8,7 @@ from molink.checkpoint.vision import MAX_SIDE, ImageRules, VisionConfig
 from molink.errors import BrokenModel, UnsupportedModel
 
 PREPROCESSOR_FILE, PROCESSOR_FILE = "preprocessor_config.json", "processor_config.json"
-#: Pixels of an image at most, whatever the processor allows: 5349 tokens of 28 x 28.
+#: Maximum pixels of an image, even if the processor allows more: 5349 tokens of 28 x 28.
 _MOST_PIXELS = 4 << 20
 
 
@@ -17,7 +17,7 @@ def read_image_rules(folder: Path, vision: VisionConfig) -> VisionConfig | None:
 
     Raises:
         BrokenModel: the file is invalid, or contradicts the tower.
-        UnsupportedModel: it asks for something that is not implemented.
+        UnsupportedModel: it needs a feature that is not implemented.
     """
     for name in (PREPROCESSOR_FILE, PROCESSOR_FILE):
         path = folder / name

@@ -2,7 +2,7 @@
 
 A weight ``[out, in]`` is stored as low-bit numbers with a scale for each *block* (some rows,
 usually one, by some columns, a *group*) and optional zero points: ``(number - zero) * scale``. It
-stays in that form on disk, in transfers, and in some formats on CPUs
+keeps that form on disk, in transfers and, for some formats, in memory
 (:func:`find_resident_format`); otherwise a stage unpacks it while loading
 (:mod:`molink.stage.weights`). Projections that were not quantized are stored as usual: the tensors
 present decide.
@@ -47,7 +47,8 @@ EIGHT_BIT_DTYPES = {"float": "F8_E4M3", "int": "I8"}
 _WORD_BITS = 32
 _WEIGHT_SUFFIX = ".weight"
 _PLAIN_SCALES = ("weight_scale", "weight_scale_inv")
-#: Ignored companions: activations are not quantized, and the config has the shape.
+#: Companion tensors that are ignored: activations are not quantized, and shapes follow from the
+#: config.
 _UNUSED_SUFFIXES = (
     "input_scale",
     "input_global_scale",
@@ -147,7 +148,7 @@ class LowBitScheme:
 
     def unused_names(self, name: str) -> tuple[str, ...]:
         """Names of companion tensors that are ignored."""
-        # Older AutoGPTQ versions stored a bias for every projection.
+        # Old AutoGPTQ versions stored a bias for every projection.
         biases = ("bias",) if self.layout in ("gptq", "gptq_v2") else ()
         return tuple(_sibling_name(name, end) for end in (*_UNUSED_SUFFIXES, *biases))
 
@@ -226,7 +227,7 @@ def _parse_gptq(fields: ConfigFields) -> LowBitScheme:
 
 
 def _parse_awq(fields: ConfigFields) -> LowBitScheme:
-    # AutoAWQ's names, and those of transformers.
+    # Spelled as in AutoAWQ, and as in transformers.
     bits = _check_value(
         fields, "bits", fields.get_integer("bits", fields.get_integer("w_bit", 4)), (4,)
     )
@@ -319,7 +320,7 @@ def _parse_block(weights: ConfigFields) -> tuple[int, int]:
 
 
 def _parse_group_size(fields: ConfigFields, name: str, fallback: float | None = None) -> int:
-    """Parse columns per group; -1 in a config means a whole row, 0 here."""
+    """Parse columns per group; a whole row is -1 in a config and 0 here."""
     value = fields.get_number(name, fallback)
     if value == -1:
         return 0
@@ -396,7 +397,7 @@ _NUMBER_DTYPES: dict[str, WeightDType] = {"F32": "f32", "F16": "f16", "BF16": "b
 def _float_format(
     scheme: LowBitScheme, shape: tuple[int, int], scales: TensorSpec
 ) -> BlockFormat | None:
-    """Format of floats with whole blocks; each row has a tensor's one scale."""
+    """Find the format of floats with whole blocks; a tensor's single scale applies to each row."""
     rows, group = scheme.scale_block[0] or 1, scheme.scale_block[1] or shape[1]
     if scheme.layout in _FLOAT4_SCALES:
         steps: StepKind = "e8m0" if scheme.layout == "mxfp4" else "e4m3"
@@ -408,7 +409,7 @@ def _float_format(
 
 
 def _integer_format(scheme: LowBitScheme, width: int, scales: TensorSpec) -> BlockFormat | None:
-    """Format of 4- or 8-bit integers with 16-bit scales and whole groups."""
+    """Find the format of 4- or 8-bit integers with 16-bit scales and whole groups."""
     columns = scheme.scale_block[1] or width
     group = find_group(columns)
     numbers = _NUMBER_DTYPES.get(scales.dtype)

@@ -5,8 +5,8 @@ a SHA-256 per chunk. Tensor locations are left out, so copies with other file la
 model. The *root* is the SHA-256 and the length of the manifest's bytes.
 
 For shards that stay on the Hugging Face hub, the hub's SHA-256 of each shard replaces chunk hashes
-(version 2). Such a shard is verified only once complete. The manifest maps tensors to shards; the
-offsets come from the verified shard itself.
+(version 2). Such a shard can be verified only when it is complete. The manifest maps tensors to
+shards; the offsets come from the verified shard itself.
 """
 
 import hashlib
@@ -135,7 +135,7 @@ class _ShardedContent(msgspec.Struct, frozen=True, array_like=True):
 class Manifest:
     """The entries of a model by name. ``raw`` is the encoded manifest, identified by ``root``.
 
-    ``tensors`` are transferred by themselves, or ``placed`` in ``shards`` of the model at ``hub``
+    ``tensors`` are transferred one by one, or are ``placed`` in ``shards`` of the model at ``hub``
     (``OWNER/NAME@COMMIT``).
     """
 
@@ -248,7 +248,7 @@ class Manifest:
 
     @property
     def extra_bytes(self) -> int:
-        """Bytes to transfer besides weights."""
+        """Count the bytes to transfer besides weights."""
         return len(self.raw) + sum(entry.nbytes for entry in self.files.values())
 
     def encode_bitfield(self, held: Collection[str]) -> bytes:
@@ -330,7 +330,7 @@ def _refuse_duplicates(found: Manifest, content: _HashedContent | _ShardedConten
 
 
 def _check_shards(content: _ShardedContent) -> None:
-    """Shards become local files next to ``files``, on any file system."""
+    """Check that shards can be stored next to ``files`` under their names on any file system."""
     names = {name.lower() for name in (shard.name for shard in content.shards)}
     if len(names) != len(content.shards):
         raise BrokenModel("the model has two shards whose names differ only in case")

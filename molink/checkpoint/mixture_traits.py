@@ -74,7 +74,7 @@ from molink.checkpoint.traits import (
 )
 from molink.errors import BrokenModel, UnsupportedModel
 
-#: Fields of Kimi Linear's successors.
+#: Fields of later Kimi Linear configs that are not supported.
 _KIMI_K3 = (
     "mla_use_output_gate",
     "attn_res_block_size",
@@ -82,7 +82,7 @@ _KIMI_K3 = (
     "use_full_rank_gate",
     "gate_lower_bound",
 )
-#: Of dimensions of latent attention.
+#: Maximum of latent attention's dimensions.
 _MAX_LATENT = 1024
 
 
@@ -152,7 +152,7 @@ def mixtral(fields: ConfigFields, layers: int) -> FamilyTraits:
 
 
 def llama4(fields: ConfigFields, layers: int) -> FamilyTraits:
-    """Llama 4: attention in chunks where there is RoPE, experts in some layers or all."""
+    """Llama 4: chunked attention in layers with RoPE, experts in some or all layers."""
     unrotated = parse_unrotated_layers(fields, layers)
     biased = fields.get_boolean("attention_bias", False)
     scaling = QueryScaling(
@@ -334,17 +334,17 @@ def deepseek_v3(fields: ConfigFields, layers: int, index: IndexShape | None = No
         experts=deepseek_experts(fields, layers),
         draft_layers=count_draft_layers(fields),
     )
-    # Layers that attend to chosen positions predict no tokens yet.
+    # MTP layers with sparse attention are not implemented yet.
     return add_mtp(made, fields) if index is None else made
 
 
 def deepseek_v32(fields: ConfigFields, layers: int) -> FamilyTraits:
-    """DeepSeek V3.2: as V3, rows attend to chosen positions."""
+    """DeepSeek V3.2: as V3, but rows attend to selected positions only."""
     return _list_dense_layers(fields, deepseek_v3(fields, layers, _parse_index(fields, 64, False)))
 
 
 def glm_moe_dsa(fields: ConfigFields, layers: int) -> FamilyTraits:
-    """GLM-5: as DeepSeek V3.2; index queries are rotated as others are."""
+    """GLM-5: as DeepSeek V3.2; index queries use the same rotation as the other queries."""
     kinds = fields.get_strings("indexer_types") or ()
     pattern = fields.get_value("index_topk_pattern")
     if fields.get_integer("index_topk_freq", 1) != 1 or pattern or set(kinds) - {"full"}:
@@ -399,7 +399,7 @@ def _parse_index(fields: ConfigFields, heads: int, interleaved: bool) -> IndexSh
 
 
 def mistral4(fields: ConfigFields, layers: int) -> FamilyTraits:
-    """Mistral 4: latent attention, queries that grow with their position."""
+    """Mistral 4: latent attention, queries scaled by position."""
     refuse_windows(fields)
     made = _latent_traits(fields, layers, states_rotated=True)
     return replace(
@@ -417,7 +417,7 @@ def _latent_traits(
     states_rotated: bool = False,
     index: IndexShape | None = None,
 ) -> FamilyTraits:
-    """Traits of latent attention; with ``states_rotated`` the config states the rotated part."""
+    """Parse latent attention; with ``states_rotated`` the config states the rotated part."""
     latent = LatentShape(
         rank=fields.get_integer("kv_lora_rank", 512, _MAX_LATENT),
         query_rank=fields.get_optional_integer("q_lora_rank", 1536) or 0,
@@ -467,7 +467,7 @@ def glm4_moe_lite(fields: ConfigFields, layers: int) -> FamilyTraits:
 
 
 def _list_dense_layers(fields: ConfigFields, made: FamilyTraits) -> FamilyTraits:
-    """The same with the dense layers that ``mlp_layer_types`` lists, if it is there."""
+    """Return ``traits`` with the dense layers that ``mlp_layer_types`` lists, if present."""
     kinds, layers = fields.get_strings("mlp_layer_types"), len(made.windows)
     if kinds is None or made.experts is None:
         return made

@@ -33,13 +33,13 @@ from molink.facts.layer_range import format_layers
 from molink.facts.model import ModelFacts
 from molink.files import find_path_fault
 
-#: Reads a tensor's bytes, locally or remotely; fewer only at the end of its file.
+#: Reads a tensor's bytes, locally or remotely; returns fewer only at the end of its file.
 ReadTensor = Callable[[TensorSpan], bytes]
 
 
 INDEX_FILE = "model.safetensors.index.json"
 REQUIRED_FILES = ("config.json", "tokenizer.json")
-#: Everything but weights that a peer needs of a model; optional files may be absent.
+#: All files but weights that a peer needs; optional ones may be absent.
 METADATA_FILES = (
     *REQUIRED_FILES,
     "generation_config.json",
@@ -96,7 +96,7 @@ class ModelFolder:
     ) -> "ModelFolder":
         """Check a model whose weights are elsewhere; raises as :meth:`open`.
 
-        ``path`` has everything else; ``tensors`` come from the shard headers. Without ``read``,
+        ``path`` holds all other files; ``tensors`` come from the shard headers. Without ``read``,
         contents of tensors are not checked.
         """
         refuse_foreign_folder(path, {span.file for span in tensors.values()})
@@ -183,7 +183,7 @@ def read_weight_map(path: Path) -> dict[str, str]:
 
 
 def _drop_unread(tensors: dict[str, TensorSpan], config: ModelConfig) -> dict[str, TensorSpan]:
-    """Leave out what a vision tower doesn't need, such as a head that classifies images."""
+    """Drop tensors that the vision tower doesn't need, such as an image classifier's head."""
     known = vision_tensors(config)
     return {
         name: span
@@ -194,7 +194,7 @@ def _drop_unread(tensors: dict[str, TensorSpan], config: ModelConfig) -> dict[st
 
 def _find_dtype(tensors: dict[str, TensorSpan]) -> WeightDType:
     for name, span in tensors.items():
-        # Scales often have another type.
+        # Scales often have another dtype.
         if span.dtype in _WEIGHT_DTYPES and name.endswith(".weight"):
             return _WEIGHT_DTYPES[span.dtype]
     return "f32"

@@ -28,7 +28,7 @@ _HUB_FILE_PATTERN = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """A model's public name and its local folder, which is not yet checked.
+    """A model's public name and its local folder, whose content is not yet checked.
 
     ``hub_place`` is ``OWNER/NAME@COMMIT`` for a model of the hub, else empty. ``shards`` describes
     weights that the folder lacks.
@@ -66,7 +66,7 @@ def find_model(
     it is downloaded; ``stop`` interrupts that. ``OWNER/NAME/FILE.gguf`` names one file of a
     repository; a repository with a single GGUF model needs no file name.
 
-    With ``in_shards``, weights may stay on the hub. With ``compare``, the cache is checked against
+    With ``in_shards``, weights may stay on the hub. With ``compare``, the cache is compared with
     the hub, and incomplete files are fetched.
 
     Raises:
@@ -108,7 +108,7 @@ def check_model_name(name: str) -> None:
     """Check that ``name`` has the form of a model's name, or is a model on this PC.
 
     Raises:
-        ModelNotFound: it is neither; says how models are named.
+        ModelNotFound: it is neither; the message explains how models are named.
     """
     known = name in (DEMO_MODEL_NAME, SMALL_MODEL_NAME) or is_repository(name) or is_hub_file(name)
     if not known and find_local_model(name) is None and find_catalog_entry(name) is None:
@@ -116,7 +116,7 @@ def check_model_name(name: str) -> None:
 
 
 def find_catalog_entry(name: str) -> CatalogEntry | None:
-    """The entry of the catalog that ``name`` means; a folder or file of that name takes precedence.
+    """Find the catalog entry called ``name``, unless a folder or file of that name exists.
 
     ``None`` for other names.
     """
@@ -126,7 +126,7 @@ def find_catalog_entry(name: str) -> CatalogEntry | None:
 
 
 def expand_short_name(name: str) -> str:
-    """``OWNER/NAME`` or ``OWNER/NAME/FILE.gguf`` of a short name; other names as they are."""
+    """Expand a short name to ``OWNER/NAME`` or ``OWNER/NAME/FILE.gguf``; keep other names."""
     entry = find_catalog_entry(name)
     return name if entry is None else entry.source
 
@@ -162,7 +162,7 @@ def find_local_model(name: str) -> Path | None:
 
 
 def name_local_model(path: Path) -> str:
-    """Name of the model in a folder or GGUF file."""
+    """Derive a model's name from its folder or GGUF file."""
     return (path.name if path.is_dir() else model_name(path.name)) or str(path)
 
 
@@ -177,7 +177,7 @@ def is_hub_file(name: str) -> bool:
 
 
 def split_hub_file(name: str) -> tuple[str, tuple[str, ...]] | None:
-    """Repository and files, with all splits, of ``OWNER/NAME/FILE.gguf``."""
+    """Split ``OWNER/NAME/FILE.gguf`` into the repository and its files, including all splits."""
     match = _HUB_FILE_PATTERN.fullmatch(name)
     if match is None or find_path_fault(match[2]):
         return None

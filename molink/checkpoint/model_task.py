@@ -1,7 +1,7 @@
-"""What a model is made for: it generates text, embeds it, or scores a document for a query.
+"""A model's task: generating text, embedding it, or scoring a document for a query.
 
-sentence-transformers' ``modules.json`` says so, whatever the model's name. An embedding is the
-normed row of the last token; a score is the difference of two tokens' logits after a prompt.
+The ``modules.json`` of sentence-transformers decides it, not the model's name. An embedding is the
+last token's normed row; a score is the difference of two tokens' logits after a prompt.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ _LAST_TOKEN = "lasttoken"
 _MODE_PREFIX = "pooling_mode_"
 
 
-#: Files that mark a folder as an embedding model, by name.
+#: Names of files that mark a folder as an embedding model.
 EMBEDDING_FILES: dict[str, Any] = {
     MODULES_FILE: [
         {"type": "sentence_transformers.models.Transformer", "path": ""},
@@ -55,12 +55,12 @@ class _Module(msgspec.Struct):
 
     @property
     def name(self) -> str:
-        """Its class, without the package."""
+        """Name of the module's class, without its package."""
         return self.type.rpartition(".")[2][:80]
 
 
 def read_task(folder: Path) -> ModelTask:
-    """Read what the model of a folder is made for.
+    """Read the task of the model in a folder.
 
     Raises:
         UnsupportedModel: its embedding or score is computed in another way.

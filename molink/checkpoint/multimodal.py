@@ -1,4 +1,4 @@
-"""Multimodal models: their text model, and the names of what sees.
+"""Multimodal models: config and tensor names of their text model and vision tower.
 
 Their ``config.json`` has the text model's fields in ``text_config``. Its tensors are prefixed
 ``language_model.``, or ``model.language_model.`` from transformers 4.52 on; all others belong to
@@ -14,7 +14,7 @@ from molink.checkpoint.config_fields import ConfigFields
 from molink.checkpoint.vision import CONNECTOR_PREFIX, TOWER_PREFIX
 from molink.errors import BrokenModel
 
-#: ``architectures`` entry → ``model_type`` of the text model where the config does not say.
+#: ``architectures`` entry → ``model_type`` of the text model if the config does not state it.
 TEXT_MODELS = {
     "AyaVisionForConditionalGeneration": "cohere2",
     "Cohere2VisionForConditionalGeneration": "cohere2",
@@ -30,7 +30,7 @@ TEXT_MODELS = {
     "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe_text",
     "SmolVLMForConditionalGeneration": "llama",
 }
-#: The same where the config has no ``text_config``: the fields are the text model's.
+#: The same for configs without ``text_config``, whose own fields are the text model's.
 FLAT_MODELS = {"Phi4MMForCausalLM": "phi3", "Phi4MultimodalForCausalLM": "phi3"}
 #: Defaults of absent fields of text models, where they differ from the family's.
 _TEXT_DEFAULTS = {
@@ -69,13 +69,13 @@ _TEXT_PREFIXES = {
     "model.embedding_norm.": "model.norm.",
     "model.final_layernorm.": "model.norm.",
 }
-#: Nemotron's layers, all called alike, and the module that a tensor's name implies.
+#: Nemotron calls every layer ``mixer``; a tensor's name implies the real module.
 _MIXER_NAME = re.compile(r"(model\.layers\.\d+)\.mixer\.((\w+)(?:\..+)?)")
 _MIXER_MODULES = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "o_proj"), "self_attn"),
     **dict.fromkeys(("in_proj", "conv1d", "A_log", "D", "dt_bias", "norm", "out_proj"), "mamba"),
 }
-#: Gemma 4's experts, which are no part of a layer's MLP there.
+#: Gemma 4's experts, whose names there are not below the layer's ``mlp``.
 _EXPERT_MODULE = re.compile(r"(model\.layers\.\d+)\.(?=(?:router|experts)\.)")
 #: Norms of OLMo Hybrid's recurrent layers.
 _OLMO_NORMS = {
@@ -83,10 +83,10 @@ _OLMO_NORMS = {
     "feedforward_layer_norm": "post_attention_layernorm",
 }
 _OLMO_NORM = re.compile(rf"(?<=\.)({'|'.join(_OLMO_NORMS)})(?=\.weight$)")
-#: Names of a decoder that was saved without its outer model, as embedding models often are.
+#: Tensor names of a decoder saved without its outer model, as many embedding models are.
 _BARE_NAME = re.compile(r"embed_tokens\.|layers\.\d+\.(?:self_attn|linear_attn|mlp|\w*layernorm)\.")
 _BARE_NORM = "norm.weight"
-#: Prefixes of what sees; the longest first.
+#: Prefixes of towers and connectors; longer ones come first.
 _VISION_PREFIXES = {
     f"{outer}{part}.": prefix
     for part, prefix in (
@@ -105,7 +105,7 @@ _VISION_PREFIXES = {
     )
     for outer in ("", "model.")
 }
-#: Phi-4-multimodal as released: adapters for images and speech, and the weights that they adapt.
+#: Phi-4-multimodal as released: adapters for images and speech, and the weights that they change.
 _INNER_ADAPTER = re.compile(r".+\.lora_[AB]\.(?:vision|speech)\.weight")
 _ADAPTED_LAYER = ".base_layer."
 
@@ -135,7 +135,7 @@ def extract_text_config(raw: Mapping[str, Any], where: str) -> Mapping[str, Any]
 
 
 def rename_tensors(found: Mapping[str, T], where: str) -> dict[str, T]:
-    """Return tensors of a file under molink's names: the text model's, and those of what sees.
+    """Return a file's tensors under molink's names for the text model and the vision tower.
 
     Raises:
         BrokenModel: two tensors get the same name.

@@ -1,8 +1,8 @@
 """Reads a LoRA adapter in PEFT's layout: ``adapter_config.json``, ``adapter_model.safetensors``.
 
-Only what molink computes is accepted: ``A`` and ``B`` of projections that the model has in the same
-shape. Anything else an adapter may change (embeddings, biases, whole modules, DoRA's magnitudes,
-the base's weights themselves) is refused by its name.
+Accepts only ``A`` and ``B`` of projections that the model has in the same shape. Everything else
+that an adapter may change (embeddings, biases, whole modules, DoRA's magnitudes, the base weights)
+is refused; the error names it.
 """
 
 import math
@@ -22,7 +22,7 @@ from molink.errors import BrokenModel, ModelNotFound, UnsupportedModel
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
-#: Features that change more than A and B do; an adapter that uses one is refused.
+#: Features beyond plain A and B; an adapter that uses one is refused.
 _UNSUPPORTED_FIELDS = (
     "use_dora",
     "lora_bias",
@@ -37,18 +37,18 @@ _UNSUPPORTED_FIELDS = (
     "arrow_config",
     "monteclora_config",
 )
-#: Initializations that leave the base's weights as they are; others train beside changed ones.
+#: Initializations that keep the base weights; others change them before training.
 _PLAIN_INITS = (True, False, "gaussian", "eva", "orthogonal")
 _PREFIX = "base_model.model."
 _TENSOR_NAME = re.compile(
     r"model\.layers\.(0|[1-9]\d{0,3})\.([a-z0-9_.]{1,100})\.lora_([AB])\.weight"
 )
-#: A module's name in patterns of ranks, which PEFT takes as a regular expression.
+#: A plain module name as key of a rank pattern, which PEFT reads as a regular expression.
 _PLAIN_KEY = re.compile(r"\^?[A-Za-z0-9_.]{1,200}\$?")
 _MAX_PATTERNS = 4096
 _MAX_TARGETS = 1024
 
-#: Layer and projection.
+#: Layer index and projection name.
 _Place = tuple[int, str]
 _Value = TypeVar("_Value", int, float)
 
@@ -57,7 +57,7 @@ _Value = TypeVar("_Value", int, float)
 class PeftAdapter:
     """An adapter that fits a model.
 
-    ``matrices`` are the places of ``A`` and ``B`` in ``file``, by layer and projection.
+    ``matrices`` locates ``A`` and ``B`` in ``file``, by layer and projection.
     """
 
     adapter: Adapter
@@ -72,8 +72,8 @@ class PeftAdapter:
 
         Raises:
             ModelNotFound: no such folder.
-            UnsupportedModel: it changes something that molink doesn't adapt.
-            BrokenModel: a file is missing or inconsistent, or it is of another model.
+            UnsupportedModel: it changes more than molink can adapt.
+            BrokenModel: a file is missing or inconsistent, or the adapter belongs to another model.
         """
         if not folder.is_dir():
             raise ModelNotFound(f"adapter {name}: {folder} is not a folder")
@@ -98,7 +98,7 @@ class PeftAdapter:
 
 @dataclass(frozen=True, slots=True)
 class _Factors:
-    """Ranks and alphas of ``adapter_config.json``. ``targets`` are listed modules, if it lists."""
+    """Ranks and alphas of ``adapter_config.json``; ``targets`` are the listed modules, if any."""
 
     where: str
     rank: int
@@ -144,7 +144,7 @@ class _Factors:
         )
 
     def find_factors(self, projection: str) -> tuple[int, float]:
-        """Rank and scale of a projection, by its whole name."""
+        """Return rank and scale of a projection, given its full name."""
         rank = _match_pattern(self.ranks, projection, self.rank)
         alpha = _match_pattern(self.alphas, projection, self.alpha)
         scale = alpha / (math.sqrt(rank) if self.is_stabilized else rank)
@@ -154,7 +154,7 @@ class _Factors:
 
 
 def _read_targets(fields: ConfigFields) -> tuple[str, ...]:
-    """Listed modules; none for a regular expression or ``all-linear``."""
+    """Read the listed target modules; none for a regular expression or ``all-linear``."""
     if isinstance(fields.get_value("target_modules"), str):
         return ()
     targets = fields.get_strings("target_modules") or ()
@@ -164,7 +164,7 @@ def _read_targets(fields: ConfigFields) -> tuple[str, ...]:
 
 
 def _read_patterns(fields: ConfigFields, name: str) -> dict[str, Any]:
-    """A pattern's entries; regular expressions are refused."""
+    """Read a pattern's entries; regular expressions are refused."""
     found = fields.get_object(name)
     if len(found) > _MAX_PATTERNS:
         raise BrokenModel(f"{fields.where}: {name} has {len(found)} entries")
@@ -178,7 +178,7 @@ def _read_patterns(fields: ConfigFields, name: str) -> dict[str, Any]:
 
 
 def _match_pattern(patterns: Mapping[str, _Value], projection: str, otherwise: _Value) -> _Value:
-    """The value of the first pattern that is the end of ``projection``, at a dot, as in PEFT."""
+    """Return the value of the first pattern that ends ``projection`` at a dot, as in PEFT."""
     for key, value in patterns.items():
         plain = key.removesuffix("$").removeprefix("^")
         if projection == plain or (key[0] != "^" and projection.endswith(f".{plain}")):
@@ -189,7 +189,7 @@ def _match_pattern(patterns: Mapping[str, _Value], projection: str, otherwise: _
 def _pair_tensors(
     path: Path, tensors: Mapping[str, TensorSpan]
 ) -> dict[_Place, tuple[TensorSpan, TensorSpan]]:
-    """Pairs of ``A`` and ``B``; every tensor must belong to one."""
+    """Pair each ``A`` with its ``B``; every tensor must belong to a pair."""
     found: dict[_Place, dict[str, TensorSpan]] = {}
     strays = sorted(name for name in tensors if not name.startswith(_PREFIX))
     if strays:
@@ -213,7 +213,7 @@ def _pair_tensors(
 
 
 def _check_targets(path: Path, targets: tuple[str, ...], matrices: Mapping[_Place, object]) -> None:
-    """Each listed module must have tensors: else the file is not whole."""
+    """Check that each listed module has tensors; otherwise the file is incomplete."""
     names = {f"layers.{layer}.{module}" for layer, module in matrices}
     for target in targets:
         if not any(f".{name}".endswith(f".{target}") for name in names):

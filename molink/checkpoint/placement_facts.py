@@ -33,7 +33,7 @@ from molink.facts.model import (
 from molink.gguf.block_formats import fits_planes, fits_rows, resident_bytes
 from molink.gguf.ggml_types import find_packed
 
-#: Tensors before an MLP.
+#: Tensors of attention and recurrent layers, which precede the MLP.
 _MIXER = re.compile(r"\.(self_attn|linear_attn|conv|mamba)\.")
 
 
@@ -43,10 +43,10 @@ def model_facts(
     tensors: Mapping[str, TensorSpec] | None = None,
     typical_layers: Sequence[int] = (),
 ) -> ModelFacts:
-    """Facts of the model ``name``; of unlike layers, those of the largest.
+    """Compute facts of the model ``name``; if layers differ, the largest counts.
 
-    ``tensors`` are known tensors of its files, possibly not all. If all layers are like some
-    ``typical_layers``, only these are looked at.
+    ``tensors`` are known tensors of its files, possibly not all. If every layer is like one of
+    ``typical_layers``, only these are examined.
     """
     size = DTYPE_SIZES[config.dtype]
     layers = [layer_tensors(config, layer) for layer in typical_layers or range(config.layers)]
@@ -95,7 +95,7 @@ def model_facts(
 def _expert_facts(
     config: ModelConfig, layers: Sequence[TensorShapes], tensors: Mapping[str, TensorSpec]
 ) -> ExpertFacts | None:
-    """Routed experts by layer; ``None`` if there are none."""
+    """Compute facts of routed experts by layer; ``None`` if there are none."""
     every = [
         {name: shape for name, shape in shapes.items() if ".experts." in name} for shapes in layers
     ]
@@ -142,7 +142,7 @@ def _layer_weights(
 def _narrow_weights(
     config: ModelConfig, layers: Sequence[TensorShapes], tensors: Mapping[str, TensorSpec]
 ) -> NarrowWeights | None:
-    """Projections that may stay in 16 bits; ``None`` if stored types differ."""
+    """Find projections that may stay in 16 bits; ``None`` if stored types differ."""
     dtype = narrow_dtype(
         {_stored_dtype(name, config, tensors) for shapes in layers for name in shapes}
     )
@@ -151,7 +151,7 @@ def _narrow_weights(
     head: TensorShapes = {
         name: shape
         for name, shape in last_stage_tensors(config).items()
-        # An embedding that is no output head is not multiplied by.
+        # An untied embedding is only looked up, never multiplied by.
         if len(shape) == 2
         and (config.tied_embeddings or name != EMBEDDING_NAME)
         and narrow_dtype({_stored_dtype(name, config, tensors)}) == dtype
@@ -165,7 +165,7 @@ def _narrow_weights(
 
 
 def _stored_dtype(name: str, config: ModelConfig, tensors: Mapping[str, TensorSpec]) -> str:
-    """Stored type of a weight; ``U8`` for low-bit formats."""
+    """Return the stored type of a weight; ``U8`` for low-bit formats."""
     of_layer = name not in (EMBEDDING_NAME, OUTPUT_HEAD_NAME)
     if find_packed(name, tensors) or (of_layer and config.low_bit is not None):
         return "U8"
@@ -197,7 +197,7 @@ def _split_bytes(
     *,
     on_gpu: bool,
 ) -> tuple[int, int]:
-    """Bytes that stay low-bit, and the remaining bytes."""
+    """Split bytes into those that stay low-bit and the rest."""
     kept = rest = 0
     for name, shape in shapes.items():
         form = find_resident_format(name, shape, tensors, config.low_bit)
@@ -211,7 +211,7 @@ def _split_bytes(
 
 
 def _quantizable_weights(shapes: TensorShapes) -> TensorShapes:
-    """Quantizable weights of one layer."""
+    """Select the quantizable weights of one layer."""
     return {name: shape for name, shape in shapes.items() if is_quantizable(name, shape)}
 
 
@@ -220,7 +220,7 @@ def _count_elements(shapes: TensorShapes) -> int:
 
 
 def _quantized_bytes(shapes: TensorShapes, mode: Quantize) -> int:
-    """Bytes of projections in a mode; unsupported shapes stay unquantized, as f32 at most."""
+    """Count projections' bytes in a mode; unsupported shapes count as unquantized float32."""
     return sum(
         quantized_bytes(shape, mode if can_hold(mode, [shape]) else "none", DTYPE_SIZES["f32"])
         for shape in shapes.values()
@@ -228,7 +228,7 @@ def _quantized_bytes(shapes: TensorShapes, mode: Quantize) -> int:
 
 
 def _mlp_width(config: ModelConfig, projections: TensorShapes) -> int:
-    """Width of the MLP, or of one expert."""
+    """Return the width of the MLP, or of one expert."""
     hidden = config.hidden_size
     widths = (
         shape[1]
@@ -239,7 +239,10 @@ def _mlp_width(config: ModelConfig, projections: TensorShapes) -> int:
 
 
 def _widest_mixer(config: ModelConfig, layers: Sequence[TensorShapes]) -> int:
-    """Elements of the largest projection before an MLP, of which the row's are merged."""
+    """Count elements of the largest projection before an MLP.
+
+    Projections that read the same row are merged into one.
+    """
     recurrent = () if config.recurrent is None else config.recurrent.projections
     named = (attention_projections(config, layer) for layer in range(config.layers))
     together = (*max(named, key=len), *recurrent)
@@ -256,10 +259,11 @@ def _widest_mixer(config: ModelConfig, layers: Sequence[TensorShapes]) -> int:
 def _row_elements(config: ModelConfig, inner: int) -> int:
     """Peak number of activation elements per row in a layer.
 
-    The residual (twice: the caller keeps its own), its norm and the result, and the rotations;
-    besides, either gate, up and their product, or q, k, v twice (rotated), the attended rows and
-    their merged copy. A GPU may hold those of all chosen experts at once. Gates of heads are there
-    twice, too, and what attention gave is there while an MLP beside it runs.
+    They are the residual (twice: the caller keeps its own), its norm, the result and the rotations.
+    Added to these is the larger of two sums: gate, up and their product; or q, k, v twice
+    (rotated), the attention output and its merged copy. A GPU may hold gate, up and product of all
+    chosen experts at once. Gates of heads count twice, too. With a parallel MLP, the attention
+    output is held while the MLP runs.
     """
     shapes = {config.head_shape(layer) for layer in range(config.layers)}
     head_dim = max(shape.head_dim for shape in shapes)
@@ -271,18 +275,18 @@ def _row_elements(config: ModelConfig, inner: int) -> int:
         chosen, outputs = (
             experts.top_k * size for size in (experts.intermediate_size, config.hidden_size)
         )
-        # Their sum, and the result of the shared expert.
+        # The sum of their outputs, and the shared expert's output.
         gated = max(gated, chosen + max(2 * chosen, outputs)) + 2 * config.hidden_size
     recurrent = _recurrent_row_elements(config)
     if config.parallel_states:
-        # What attention gave is there while states are updated.
+        # The attention output is held while states are updated.
         recurrent += config.hidden_size
     widest = max(gated, attended, recurrent)
     return (4 + config.parallel_mlp) * config.hidden_size + 4 * head_dim + widest
 
 
 def _recurrent_row_elements(config: ModelConfig) -> int:
-    """The same in a recurrent layer."""
+    """Peak number of activation elements per row in a recurrent layer."""
     if config.recurrent is None:
         return 0
     computed, wide = config.recurrent.row_elements

@@ -1,4 +1,4 @@
-"""Checkpoints quantized by bitsandbytes, and the tensors that any quantized checkpoint must have.
+"""Checkpoints quantized by bitsandbytes, and the tensors required in any quantized checkpoint.
 
 A quantized ``x.weight`` has companions. int8: ``x.SCB`` (a scale per row). nf4: ``x.weight`` is
 packed, ``x.weight.absmax`` has a scale per block of 64 (float32, or quantized again to 8 bits with
@@ -94,7 +94,7 @@ def required_tensors(
             continue
         stack = find_stack(name, found)
         if stack is not None:
-            # All experts share a stack; the last one determines its shape.
+            # All experts share a stack; the last expert determines its shape.
             wanted |= _stack_tensors(name, shape, stack)
             continue
         if low_bit is not None and can_be_low_bit(name, shape) and low_bit.is_stored(name, found):

@@ -1,9 +1,9 @@
-"""Which weights can be quantized, and their size.
+"""Decides which weights can be quantized, and computes their size.
 
-The projections of decoder layers (attention, MLP, experts) are nearly all bytes. Embedding, norms,
-router and output head are not quantized. ``int8`` has a scale per output row (LLM.int8(), Dettmers
-et al. 2022, without outliers); ``nf4`` has 4-bit normal floats in blocks of 64 weights (QLoRA,
-Dettmers et al. 2023, §3).
+The projections of decoder layers (attention, MLP, experts) make up nearly all bytes. Embedding,
+norms, router and output head are not quantized. ``int8`` has a scale per output row (LLM.int8(),
+Dettmers et al. 2022, without outliers); ``nf4`` has 4-bit normal floats in blocks of 64 weights
+(QLoRA, Dettmers et al. 2023, §3).
 """
 
 from collections.abc import Iterable, Sequence
@@ -21,20 +21,20 @@ ROUTER_SUFFIXES = (
     ".router.layer.weight",
     ".router.proj.weight",
     ".shared_expert_gate.weight",
-    # Chooses positions instead of experts.
+    # The indexer's projection, which selects positions instead of experts.
     ".indexer.weights_proj.weight",
 )
-#: Small projections to rates and decays of recurrent states, in which errors add up over all rows.
+#: Small projections to rates and decays of recurrent states, whose errors add up over all rows.
 RATE_SUFFIXES = (
     *(f".in_proj_{part}.weight" for part in ("ba", "b", "a")),
     *(f".linear_attn.{part}_proj.weight" for part in ("b", "a")),
     *(f".self_attn.{part}_proj.weight" for part in ("b", "f_a", "f_b")),
 )
-#: Norms of which each head has a row.
+#: Norms with one row of weights per head; two-dimensional, but not projections.
 HEAD_NORM_SUFFIXES = (".q_norm.weight", ".k_norm.weight")
 #: Latent attention (DeepSeek-V3) multiplies by parts of these weights, transposed.
 WIDE_SUFFIXES = (".kv_b_proj.weight", ".k_b_proj.weight", ".v_b_proj.weight")
-#: What the names of layers' tensors begin with; MiMo names its module for MTP otherwise.
+#: Prefixes of layers' tensor names; MiMo's MTP module has its own.
 LAYER_PREFIXES = ("model.layers.", "model.mtp_layers.")
 _SCALE_BYTES = 4
 
@@ -62,6 +62,6 @@ def is_quantizable(name: str, shape: Sequence[int]) -> bool:
 def can_hold(mode: Quantize, shapes: Iterable[Sequence[int]]) -> bool:
     """Whether weights of these shapes can be stacked into one quantized weight.
 
-    Each must begin at an nf4 block, as in nearly all models.
+    Each must begin at the start of an nf4 block, as in nearly all models.
     """
     return mode != "nf4" or all(prod(shape) % NF4_BLOCK == 0 for shape in shapes)

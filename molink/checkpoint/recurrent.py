@@ -8,27 +8,28 @@ from molink.checkpoint.config_fields import ConfigFields
 from molink.errors import BrokenModel, UnsupportedModel
 
 _FULL = "full_attention"
-#: As configs of Granite call them.
+#: Granite's names of layer kinds.
 _OLD_KINDS = {"attention": _FULL, "mamba": "linear_attention"}
-#: Nemotron's kinds of layers: its letters, and other spellings in lists.
+#: Nemotron's layer kinds: letters in its pattern, and other spellings in lists.
 _NEMOTRON_LETTERS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
 _NEMOTRON_KINDS = {"linear_attention": "mamba", _FULL: "attention"}
-#: Name of the list of layers' kinds.
+#: Name of the list of layer kinds.
 _LAYER_TYPES = "layer_types"
-#: Kimi Linear's fields of layers with the delta rule.
+#: Field of Kimi Linear's delta-rule settings.
 _LINEAR_CONFIG = "linear_attn_config"
 #: Limits for damaged configs.
 _MAX_HEADS = 1024
 _MAX_DIM = 1024
 _MAX_WIDTH = 64
-#: Spellings of no limits.
+#: Spellings that mean no limits.
 _NO_LIMITS = ([0.0, inf], [0.0, {"__float__": "Infinity"}])
 
 
 class RecurrentShape(ABC):
     """Dimensions of a recurrent layer, and names of its tensors.
 
-    A causal convolution comes first; what follows it may keep more.
+    Each layer begins with a causal convolution, whose last rows are part of the state; the
+    recurrence after it may keep more.
     """
 
     __slots__ = ()
@@ -36,7 +37,7 @@ class RecurrentShape(ABC):
     #: Whether projections have biases.
     is_biased: bool
 
-    #: Rows that the convolution takes.
+    #: Rows that the convolution covers.
     conv_width: int
 
     @property
@@ -46,33 +47,36 @@ class RecurrentShape(ABC):
 
     @property
     def conv_shape(self) -> tuple[int, int]:
-        """Rows that the convolution still needs, and its channels."""
+        """Shape of the convolution's state: past rows that it still needs, and channels."""
         return self.conv_width - 1, self.channels
 
     @property
     @abstractmethod
     def memory_shape(self) -> tuple[int, ...]:
-        """Shape of a request's remaining state."""
+        """Shape of the rest of a request's state in a layer."""
 
     @property
     @abstractmethod
     def projections(self) -> dict[str, int]:
-        """Projections of a row that are merged into one, and their outputs."""
+        """Names of projections of a row that are merged into one, with their output sizes."""
 
     @property
     def rate_projections(self) -> dict[str, int]:
-        """Likewise to numbers in which errors add up over rows; never quantized."""
+        """Projections of a row to rates and decays, with output sizes.
+
+        They are never quantized, since their errors add up over rows.
+        """
         return {}
 
     @property
     def inner_projections(self) -> dict[str, tuple[int, int]]:
-        """Projections of what others return: outputs and inputs."""
+        """Projections of other projections' outputs, with output and input sizes."""
         return {}
 
     @property
     @abstractmethod
     def output_projection(self) -> tuple[str, int]:
-        """The projection back to rows, and its inputs."""
+        """Name and input size of the projection back to rows."""
 
     @property
     @abstractmethod
@@ -82,7 +86,7 @@ class RecurrentShape(ABC):
     @property
     @abstractmethod
     def row_elements(self) -> tuple[int, int]:
-        """Elements of a row at their peak: in the compute type, and in float32."""
+        """Peak number of elements per row: in the compute type, and in float32."""
 
     @property
     def state_elements(self) -> int:
@@ -94,18 +98,16 @@ class RecurrentShape(ABC):
 class DeltaRuleShape(RecurrentShape):
     """The gated delta rule (Gated DeltaNet, arXiv 2412.06464, §3) behind a causal convolution.
 
-    There are ``key_heads`` queries and keys of ``key_dim`` and ``value_heads`` values of
-    ``value_dim``; consecutive values share a key. Queries, keys and values are channels of the
-    convolution, which takes ``conv_width`` rows of each. With ``grouped_rows`` one projection gives
-    them with the gates, ordered by key heads, with ``grouped_rates`` another rates and decays; else
-    gates, rates and decays have projections of their own.
-
-    With ``has_own_names`` (OLMo Hybrid) queries, keys and values have projections and convolutions
-    of their own. Rates are multiplied by ``rate_scale``; the norm of what is read has ``norm_eps``,
-    if it is not the model's.
-
-    GGUF files may differ: values that share a key are ``key_heads`` apart if ``is_tiled``, and with
-    ``has_decays`` a tensor has the decays themselves.
+    There are ``key_heads`` queries and keys of size ``key_dim`` and ``value_heads`` values of size
+    ``value_dim``; consecutive values share a key. Queries, keys and values are the channels of a
+    convolution over ``conv_width`` rows. With ``grouped_rows`` one projection computes them and the
+    gates, ordered by key heads; otherwise gates have their own projection. With ``grouped_rates``
+    one projection computes rates and decays; otherwise there are two. With ``has_own_names`` (OLMo
+    Hybrid) queries, keys and values each have their own projection and convolution. Rates are
+    multiplied by ``rate_scale``. ``norm_eps`` is the epsilon of the output norm, if it differs from
+    the model's. Tensors of GGUF files may differ: with ``is_tiled`` the values that share a key are
+    ``key_heads`` apart, and with ``has_decays`` a tensor holds the decays instead of their
+    logarithms.
     """
 
     key_heads: int
@@ -144,7 +146,7 @@ class DeltaRuleShape(RecurrentShape):
 
     @property
     def memory_shape(self) -> tuple[int, ...]:
-        """Sums of keys times values."""
+        """Shape of the sums of outer products of keys and values."""
         return self.value_heads, self.key_dim, self.value_dim
 
     @property
@@ -243,7 +245,7 @@ class ChannelDeltaShape(RecurrentShape):
 
     @property
     def memory_shape(self) -> tuple[int, ...]:
-        """Sums of keys times values."""
+        """Shape of the sums of outer products of keys and values."""
         return self.heads, self.dim, self.dim
 
     @property
@@ -381,7 +383,7 @@ class Mamba2Shape(RecurrentShape):
 
     @property
     def memory_shape(self) -> tuple[int, ...]:
-        """Sums of keys times values."""
+        """Shape of the sums of outer products of keys and values."""
         return self.heads, self.state_size, self.head_dim
 
     @property

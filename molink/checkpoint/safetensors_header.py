@@ -17,7 +17,7 @@ import msgspec
 from molink.checkpoint.config_fields import refuse_irregular
 from molink.errors import BrokenModel
 
-#: The format allows three times as much; a file with 73 000 tensors has 11 MB.
+#: The format allows three times as much; the header of 73 000 tensors takes 11 MB.
 MAX_HEADER_BYTES = 32 << 20
 #: Bytes per element; sub-byte types are deliberately absent.
 DTYPE_BYTES: dict[str, int] = {
@@ -107,10 +107,10 @@ def parse_header(path: PurePath, raw: bytes, size: int) -> dict[str, TensorSpan]
 
 
 def encode_header(tensors: Mapping[str, SizedTensor]) -> bytes:
-    """The bytes before the tensors of a file that holds ``tensors`` one after another.
+    """Encode length and header of a file that holds ``tensors`` one after another.
 
     Raises:
-        BrokenModel: they are too many for one file.
+        BrokenModel: there are too many for one file.
     """
     entries: dict[str, object] = {}
     end = 0
@@ -130,7 +130,7 @@ def encode_header(tensors: Mapping[str, SizedTensor]) -> bytes:
 
 
 def header_length(prefix: bytes, size: int, path: PurePath) -> int:
-    """Length of the JSON header, from the first bytes of a file of ``size`` bytes.
+    """Read the JSON header's length from the first bytes of a file of ``size`` bytes.
 
     Raises:
         BrokenModel: not a safetensors file.

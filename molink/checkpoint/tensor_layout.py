@@ -13,21 +13,22 @@ OUTPUT_HEAD_NAME = "lm_head.weight"
 OUTPUT_BIAS_NAME = "lm_head.bias"
 SINKS_NAME = "self_attn.sinks"
 LAYER_SCALE_NAME = "layer_scalar"
-#: Norms around an MLP and experts beside each other: before and after each.
+#: Norms of a layer with an MLP and experts in parallel: before and after each of the two.
 PAIRED_NORMS = (
     "pre_feedforward_layernorm",
     "post_feedforward_layernorm_1",
     "pre_feedforward_layernorm_2",
     "post_feedforward_layernorm_2",
 )
-#: Weights of a router's norm, and factors of its experts' weights.
+#: Weights of the router's norm, and factors of the experts' routing weights.
 ROUTER_SCALE_NAME, EXPERT_SCALES_NAME = "mlp.router.scale", "mlp.router.per_expert_scale"
-#: Latent attention: norms of latents, and projections from these.
+#: Latent attention: norms of latents, and projections from latents to queries, keys and values.
 QUERY_NORM_NAME, KEY_NORM_NAME = "self_attn.q_a_layernorm", "self_attn.kv_a_layernorm"
 QUERY_NAME, KEY_VALUE_NAME = "self_attn.q_b_proj", "self_attn.kv_b_proj"
-#: The latter as two tensors.
+#: Keys and values projected by two tensors instead of one.
 KEY_NAME, VALUE_NAME = "self_attn.k_b_proj", "self_attn.v_b_proj"
-#: Choice of positions: projections to index queries and keys, the latter's norm, and to weights.
+#: Sparse attention's indexer: projections to index queries and keys, the keys' norm, and the
+#: projection to weights.
 INDEX_QUERY_NAME, INDEX_KEY_NAME = "self_attn.indexer.wq_b", "self_attn.indexer.wk"
 INDEX_NORM_NAME, INDEX_WEIGHT_NAME = (
     f"self_attn.indexer.{name}" for name in ("k_norm", "weights_proj")
@@ -42,7 +43,7 @@ def layer_tensors(config: ModelConfig, layer: int) -> TensorShapes:
     """Tensors of a decoder layer with their shapes (``[out, in]`` for projections).
 
     Raises:
-        BrokenModel: an adapter changes something else than :func:`adaptable_projections`.
+        BrokenModel: an adapter changes more than :func:`adaptable_projections`.
     """
     prefix = config.layer_prefix(layer)
     shapes = {f"{prefix}{name}": shape for name, shape in _small_tensors(config, layer).items()}
@@ -63,8 +64,8 @@ def layer_tensors(config: ModelConfig, layer: int) -> TensorShapes:
 def adaptable_projections(config: ModelConfig, layer: int) -> dict[str, tuple[int, int]]:
     """Projections of a layer that an adapter may change, with their shapes ``[out, in]``.
 
-    They are those of attention and of a plain MLP; not those of experts, routers, recurrent layers
-    and latent attention, and none if outputs have factors.
+    They are those of attention and of a plain MLP, not those of experts, routers, recurrent layers
+    and latent attention. There are none if outputs have factors.
     """
     found: _Projections = {}
     if config.output_factors is not None:
@@ -77,7 +78,7 @@ def adaptable_projections(config: ModelConfig, layer: int) -> dict[str, tuple[in
 
 
 def _adapter_tensors(config: ModelConfig, layer: int) -> TensorShapes:
-    """The matrices of a layer's adapters."""
+    """List the matrices of a layer's adapters."""
     shapes: TensorShapes = {}
     known = adaptable_projections(config, layer) if config.adapters else {}
     for number, adapter in enumerate(config.adapters, 1):
@@ -96,7 +97,7 @@ def _adapter_tensors(config: ModelConfig, layer: int) -> TensorShapes:
 
 
 def attention_projections(config: ModelConfig, layer: int) -> tuple[str, ...]:
-    """Names of a layer's projections of a row, in their order: q, k and v, or to latents."""
+    """Name a layer's projections of a row, in order: q, k and v, or those to latents."""
     if config.latent is not None:
         return latent_projections(config.latent)
     names: tuple[str, ...] = ("qkv",) if config.merged_qkv else ("q", "k", "v")
@@ -105,18 +106,18 @@ def attention_projections(config: ModelConfig, layer: int) -> tuple[str, ...]:
 
 
 def latent_projections(latent: LatentShape) -> tuple[str, str]:
-    """Names of the projections of a row to queries or their latents, and to latents of keys."""
+    """Name the projections of a row to queries or their latents, and to latents of keys."""
     query = "q_a_proj" if latent.query_rank else "q_proj"
     return f"self_attn.{query}", "self_attn.kv_a_proj_with_mqa"
 
 
 def attention_output(config: ModelConfig) -> str:
-    """Name of the projection of attended heads to rows."""
+    """Name the projection from attention heads to rows."""
     return f"self_attn.{config.output_name}"
 
 
 def mlp_projections(config: ModelConfig) -> tuple[tuple[str, ...], str]:
-    """Names of a plain MLP's gate and up projections, in order, and of its down projection."""
+    """Name a plain MLP's gate and up projections, in order, and its down projection."""
     names = config.mlp_names
     both = (names.gate_up,) if config.merged_gate_up else (names.gate, names.up)
     both = both if config.is_gated else (names.up,)
@@ -124,7 +125,7 @@ def mlp_projections(config: ModelConfig) -> tuple[tuple[str, ...], str]:
 
 
 def _small_tensors(config: ModelConfig, layer: int) -> TensorShapes:
-    """Tensors of a layer other than projections and corrections, by their whole names."""
+    """List a layer's tensors other than projections and corrections, by full name."""
     shapes: TensorShapes = {}
     for name in config.layer_norms(layer).present_names:
         shapes |= _norm_tensors(config, name)
@@ -160,7 +161,7 @@ def _small_attention_tensors(config: ModelConfig, layer: int) -> TensorShapes:
 
 
 def _norm_tensors(config: ModelConfig, name: str) -> TensorShapes:
-    """Tensors of a norm of rows."""
+    """List the tensors of a norm."""
     kinds = ("weight", "bias") if config.norm_kind == "biased layer" else ("weight",)
     return dict.fromkeys((f"{name}.{kind}" for kind in kinds), (config.hidden_size,))
 
@@ -176,7 +177,7 @@ def _head_norm_shape(config: ModelConfig, layer: int, heads: int) -> tuple[int, 
 
 
 def _mixer_tensors(config: ModelConfig, layer: int) -> _Projections:
-    """Projections of a layer before its MLP."""
+    """List the projections of a layer's attention or recurrence."""
     made: _Projections = {}
     if config.recurrent is not None and layer in config.recurrent_layers:
         made = _recurrent_tensors(config.recurrent, config.hidden_size)
@@ -263,17 +264,20 @@ def _expert_tensors(experts: ExpertsConfig, hidden: int) -> _Projections:
 
 
 def first_stage_tensors(config: ModelConfig) -> TensorShapes:
-    """Tensors that the first stage needs besides its layers and a vision tower."""
+    """List tensors that the first stage needs besides its layers and a vision tower."""
     return {EMBEDDING_NAME: (config.vocab_size, config.hidden_size)}
 
 
 def vision_tensors(config: ModelConfig) -> TensorShapes:
-    """Tensors of the vision tower and its connector, which the first stage holds, too."""
+    """List tensors of the vision tower and its connector, which the first stage also holds."""
     return {} if config.vision is None else config.vision.tensors
 
 
 def last_stage_tensors(config: ModelConfig) -> TensorShapes:
-    """Tensors that the last stage needs besides layers; the embedding again if tied or for MTP."""
+    """List tensors that the last stage needs besides layers.
+
+    With tied weights or MTP, they include the embedding.
+    """
     norm = _norm_tensors(config, FINAL_NORM_NAME)
     if not config.has_output_head:
         return norm
@@ -284,7 +288,7 @@ def last_stage_tensors(config: ModelConfig) -> TensorShapes:
 
 
 def _mtp_tensors(config: ModelConfig, mtp: MtpShape) -> TensorShapes:
-    """Tensors of a module for multi-token prediction besides those of its layer.
+    """List tensors of an MTP module besides those of its layer.
 
     Copies of the embedding and the output head, which some checkpoints have, are not read.
     """
@@ -295,7 +299,7 @@ def _mtp_tensors(config: ModelConfig, mtp: MtpShape) -> TensorShapes:
 
 
 def mtp_layers(config: ModelConfig) -> range:
-    """The index of the layer in the module for multi-token prediction, if there is one."""
+    """Return the index of the MTP module's layer, if there is one."""
     return range(config.layers, config.layers + (config.mtp is not None))
 
 

@@ -1,4 +1,4 @@
-"""Fields that configs of many families share.
+"""Parses fields that configs of many families share.
 
 Defaults are those of transformers. All functions raise ``UnsupportedModel`` for what is not
 implemented, and ``BrokenModel`` for missing or invalid fields; both name the field.
@@ -34,7 +34,7 @@ def base_traits(
     activation: Activation | None = None,
     rope: RopeConfig | None = None,
 ) -> FamilyTraits:
-    """Traits that all families share. ``head_dim`` defaults to hidden size over heads."""
+    """Parse traits that all families share. ``head_dim`` defaults to hidden size over heads."""
     heads = fields.get_integer("num_attention_heads", maximum=MAX_HEADS)
     share = max(1, fields.get_integer("hidden_size") // heads)
     head_dim = fields.get_integer("head_dim", head_dim or share)
@@ -53,7 +53,7 @@ def base_traits(
 def parse_activation(
     fields: ConfigFields, name: str, default: str, *, is_gated: bool = True
 ) -> Activation:
-    """The MLP's activation by its name in field ``name``."""
+    """Parse the MLP's activation from field ``name``."""
     found = _ACTIVATIONS if is_gated else _PLAIN_ACTIVATIONS
     named = fields.get_string(name, default)
     if named not in found:
@@ -75,14 +75,14 @@ def count_draft_layers(fields: ConfigFields) -> int:
 
 
 def add_mtp(traits: FamilyTraits, fields: ConfigFields) -> FamilyTraits:
-    """Add MTP modules, as DeepSeek-V3 has them behind its last layer."""
+    """Add MTP modules that follow the last layer, as in DeepSeek-V3."""
     count = count_draft_layers(fields)
     mtp = MtpShape(prefix=f"model.layers.{len(traits.windows)}.") if count else None
     return replace(traits, draft_layers=count, mtp=mtp)
 
 
 def parse_softcap(fields: ConfigFields, name: str, default: float | None) -> float:
-    """A number that bounds scores or logits, ``default`` if absent; 0 if ``null``."""
+    """Parse the bound of scores or logits: ``default`` if absent, 0 if ``null``."""
     bound = fields.get_optional_number(name, default)
     if bound is not None and bound <= 0:
         raise BrokenModel(f"{fields.where}: {name} must be positive or null, not {bound}")
@@ -92,7 +92,7 @@ def parse_softcap(fields: ConfigFields, name: str, default: float | None) -> flo
 def parse_uniform_windows(
     fields: ConfigFields, layers: int, default: int | None
 ) -> tuple[int, ...]:
-    """``sliding_window`` for all layers; ``null`` is none, ``default`` applies if absent."""
+    """Apply ``sliding_window`` to all layers; ``null`` means none, absence ``default``."""
     return (fields.get_optional_integer("sliding_window", default) or 0,) * layers
 
 
@@ -171,7 +171,7 @@ def _make_windows(
     window: int | None,
     named: tuple[str, str] = (_SLIDING, "sliding_window"),
 ) -> tuple[int, ...]:
-    """``window`` in layers whose kind is the first of ``named``; the second is its field."""
+    """Apply ``window`` to layers whose kind is the first of ``named``; the second is its field."""
     where, (windowed, field) = fields.where, named
     if len(kinds) != layers:
         raise BrokenModel(f"{where}: layer_types has {len(kinds)} entries for {layers} layers")

@@ -14,9 +14,9 @@ SWIGLU_ALPHA = 1.702
 #: with clamped inputs (gate only from above); gate and up rows are interleaved.
 #: ``relu2``, the square of a positive number, has no gate: ``act(up)``.
 Activation = Literal["silu", "gelu_tanh", "clamped_swiglu", "relu2"]
-#: Over which elements query and key norms take the mean square, and whether after rotation or less
-#: the mean; centered heads have weights of their own. Unweighted ones follow rotation and are only
-#: where there is one.
+#: Norms of queries and keys: over each head or all heads together. ``rotated`` norms follow RoPE.
+#: ``centered`` ones subtract the mean and have weights per head. ``unweighted`` ones have no
+#: weights, follow RoPE, and exist only in layers with RoPE.
 HeadNorm = Literal[
     "none",
     "each head",
@@ -25,7 +25,7 @@ HeadNorm = Literal[
     "each centered head",
     "each unweighted head",
 ]
-#: Norms of rows: by the mean square, or LayerNorm without and with a bias.
+#: Norms of rows: RMSNorm, or LayerNorm without or with a bias.
 NormKind = Literal["rms", "layer", "biased layer"]
 
 
@@ -69,8 +69,8 @@ class MlpNames:
 class OutputFactors:
     """Constant factors of projections' outputs (Falcon-H1).
 
-    Those of queries, keys and values; of gates and ups; of gates, values, keys, queries and steps
-    of Mamba-2, and of what it returns.
+    They apply to queries, keys and values; to gate and up; to Mamba-2's gates, values, keys,
+    queries and steps; and to Mamba-2's output.
     """
 
     heads: tuple[float, float, float]
@@ -81,10 +81,10 @@ class OutputFactors:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexShape:
-    """Choice of ``top_k`` positions that a row attends to (DeepSeek-V3.2, arXiv 2512.02556, §2.1).
+    """Sparse attention to ``top_k`` selected positions (DeepSeek-V3.2, arXiv 2512.02556, §2.1).
 
-    There are ``heads`` index queries of ``dim`` dimensions, from the latents of queries, and one
-    index key; the first ``rope_dim`` dimensions are rotated, neighbours with each other if
+    A row has ``heads`` index queries of ``dim`` dimensions, projected from the latents of queries,
+    and one index key. The first ``rope_dim`` dimensions are rotated, as pairs of neighbours if
     ``interleaved``.
     """
 
@@ -98,11 +98,12 @@ class IndexShape:
 class LatentShape:
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, §2.1).
 
-    Keys and values of all heads come from ``rank`` numbers of a row, queries from ``query_rank``
-    (0: from the row itself). Each head has ``plain_dim`` dimensions of query and key, besides
-    ``rope_dim`` that are rotated, of one key for all heads; and ``value_dim`` of values. If it
-    ``is_split``, projections to keys (transposed) and to values are two tensors. With an ``index``
-    rows attend to chosen positions only.
+    Keys and values of all heads are projected from a latent of ``rank`` numbers per row, queries
+    from one of ``query_rank`` (0: from the row itself). In each head, query and key have
+    ``plain_dim`` dimensions without rotation and ``rope_dim`` rotated ones, for which all heads
+    share one key; values have ``value_dim``. With ``is_split``, the projections to keys
+    (transposed) and to values are two tensors. With an ``index``, rows attend to selected positions
+    only.
     """
 
     rank: int
@@ -115,7 +116,7 @@ class LatentShape:
 
     @property
     def head_dim(self) -> int:
-        """Numbers that the KV cache keeps of a row: rotated ones, an index key, and latents."""
+        """Numbers per row in the KV cache: rotated key, index key, and latent."""
         return self.rope_dim + (0 if self.index is None else self.index.dim) + self.rank
 
 
@@ -123,9 +124,9 @@ class LatentShape:
 class MtpShape:
     """A module for multi-token prediction (MTP; DeepSeek-V3, arXiv 2412.19437, §2.2).
 
-    It is a layer whose tensors begin with ``prefix``, with norms of a token's embedding and of the
-    row before that token, a projection of both to a row (of ``[row, embedding]`` if ``row_first``),
-    and a norm before the model's output head.
+    A projection maps the norms of a token's embedding and of the row before that token to a row; it
+    reads ``[row, embedding]`` if ``row_first``. A decoder layer, a norm and the model's output head
+    follow. Names of its tensors begin with ``prefix``.
     """
 
     prefix: str
@@ -136,7 +137,7 @@ class MtpShape:
     row_first: bool = False
 
     def module_prefix(self, index: int) -> str:
-        """The prefix of another module, counted from this one."""
+        """Return the prefix of the module ``index`` places after this one."""
         names, number = self.prefix.removesuffix(".").rsplit(".", 1)
         return f"{names}.{int(number) + index}."
 
@@ -147,14 +148,14 @@ class MtpShape:
 
     @property
     def norm_names(self) -> tuple[str, str, str]:
-        """Whole names of its norms: of embeddings, of rows, and before the output head."""
+        """Full names of its norms: of embeddings, of rows, and before the output head."""
         names = self.token_norm, self.row_norm, self.output_norm
         first, second, third = (self.prefix + name for name in names)
         return first, second, third
 
     @property
     def projection_name(self) -> str:
-        """Whole name of its projection."""
+        """Full name of its projection."""
         return self.prefix + self.projection
 
 
@@ -163,39 +164,39 @@ class FamilyTraits:
     """Traits in which families differ.
 
     Attention: ``attention_bias`` is for q, k and v, ``output_bias`` for o, ``head_bias`` for
-    logits; ``attention_scale`` multiplies q·k. ``windows`` is per layer, 0 = full attention;
-    with ``chunked_windows`` a row attends to its own chunk of so many positions instead.
+    logits; ``attention_scale`` multiplies q·k. ``windows`` is per layer, 0 = full attention; with
+    ``chunked_windows`` a row attends to earlier rows of its own chunk of that length instead.
     ``sliding_rope`` applies to sliding-window layers if set; ``unrotated_layers`` have no RoPE.
-    With ``interleaved_rope``, pairs of neighbours are rotated, else dimensions half the rotated
-    size apart. ``query_scaling`` makes queries grow with their position. With ``sinks``
-    each query head has a learned score that takes part in the softmax only. ``attention_softcap``
-    and ``final_softcap`` bound scores and logits to ``cap * tanh(x / cap)``; 0 = unbounded.
+    With ``interleaved_rope``, neighbouring dimensions form pairs, otherwise dimensions half the
+    rotated size apart. ``query_scaling`` scales queries by position. With ``sinks`` each query head
+    has a learned score that takes part in the softmax only. ``attention_softcap`` and
+    ``final_softcap`` bound scores and logits to ``cap * tanh(x / cap)``; 0 = unbounded.
 
-    Layers without a window may have other ``full_heads`` than ``kv_heads`` and ``head_dim`` say,
-    and keys as their values with ``full_keys_are_values``. With ``normed_values`` values have a
+    ``full_heads`` replaces ``kv_heads`` and ``head_dim`` in layers without a window; with
+    ``full_keys_are_values`` their keys also serve as values. With ``normed_values`` values have a
     norm without weights.
 
-    With ``latent`` a stage attends in latent space: each query head is projected to it, and there
-    is one key of :attr:`LatentShape.head_dim` numbers, which serves as the value, too. With
-    ``gated_heads`` the query projection has a gate behind each head's query, whose sigmoid weighs
-    what the head attended to.
+    With ``latent`` a stage attends in latent space: each query head is projected to it, and the
+    only key, of :attr:`LatentShape.head_dim` numbers, also serves as the value. With
+    ``gated_heads`` the query projection outputs a gate after each head's query; its sigmoid
+    multiplies the head's attention output.
 
-    ``recurrent_layers`` keep a state of each request, shaped as ``recurrent`` says, instead of
-    attention, and may have other ``recurrent_norms``. If ``mlp_layers`` are given, these are
-    nothing but an MLP, and others have none. With ``parallel_states`` all layers are recurrent and
-    have attention, too; both read the same rows, and their results are added.
+    ``recurrent_layers`` have a recurrent state per request, of the shape ``recurrent``, instead of
+    attention; ``recurrent_norms`` replaces their norms. If ``mlp_layers`` is set, these layers
+    consist of an MLP only, and the other layers have none. With ``parallel_states`` every layer has
+    both attention and a recurrence; they read the same rows, and their outputs are added.
 
-    Layers: with ``parallel_mlp`` attention and MLP have one norm before them, and their results are
-    added. ``activation_limit`` belongs to ``clamped_swiglu``. ``norm_offset`` is added to all norm
-    weights. ``residual_scale`` multiplies outputs of attention and MLP; with ``scaled_layers`` a
-    learned number multiplies what a layer returns. ``merged_qkv`` and
-    ``merged_gate_up`` mean single tensors in the checkpoint. ``output_name`` is that of
-    attention's projection to rows. ``experts`` replace the MLP in some or all layers.
+    Layers: with ``parallel_mlp`` attention and MLP read the output of the same norm, and their
+    outputs are added. ``activation_limit`` belongs to ``clamped_swiglu``. ``norm_offset`` is added
+    to all norm weights. ``residual_scale`` multiplies outputs of attention and MLP; with
+    ``scaled_layers`` a learned number multiplies a layer's output. ``merged_qkv`` and
+    ``merged_gate_up`` mean single tensors in the checkpoint. ``output_name`` is the name of
+    attention's output projection. ``experts`` replace the MLP in some or all layers.
 
     ``mtp`` is the first of ``draft_layers`` MTP modules; others are not used.
 
     ``embedding_scale`` multiplies embeddings, ``logit_scale`` logits. With ``tied_embeddings`` the
-    embedding is the output head, too.
+    embedding is also the output head.
     """
 
     heads: int
@@ -249,7 +250,7 @@ class FamilyTraits:
     mtp: MtpShape | None = None
 
     def head_shape(self, layer: int) -> HeadShape:
-        """A layer's heads of keys and values."""
+        """Return the shape of a layer's key and value heads."""
         if self.full_heads is None or self.layer_window(layer):
             return HeadShape(self.kv_heads, self.head_dim)
         return self.full_heads
@@ -265,7 +266,7 @@ class FamilyTraits:
 
     @property
     def kv_kinds(self) -> int:
-        """Vectors of a row in a KV cache: 2, key and value, or 1 if keys serve as values."""
+        """Vectors per row in a KV cache: 2 (key and value), or 1 if keys serve as values."""
         return 1 if self.latent is not None else 2
 
     @property
@@ -280,23 +281,23 @@ class FamilyTraits:
         return (full,) if self.sliding_rope is None else (full, self.head_dim)
 
     def rope_index(self, layer: int) -> int | None:
-        """Index of a layer's rope in ``rope_configs``; ``None`` without RoPE."""
+        """Return the index of a layer's rope in ``rope_configs``; ``None`` without RoPE."""
         if layer in self.unrotated_layers:
             return None
         return int(self.sliding_rope is not None and self.layer_window(layer) > 0)
 
     def layer_window(self, layer: int) -> int:
-        """A layer's window; that of ``mtp``, which follows the last layer, attends to all."""
+        """Return a layer's window; the layer of ``mtp``, which follows the last one, has none."""
         return self.windows[layer] if layer < len(self.windows) else 0
 
     def layer_prefix(self, layer: int) -> str:
-        """What the names of a layer's tensors begin with."""
+        """Return the prefix of a layer's tensor names."""
         if self.mtp is not None and layer == len(self.windows):
             return self.mtp.prefix
         return f"model.layers.{layer}."
 
     def scales_queries(self, layer: int) -> bool:
-        """Whether a layer's queries grow with their position."""
+        """Whether a layer scales queries by position."""
         scaling = self.query_scaling
         if scaling is None:
             return False
@@ -312,9 +313,9 @@ class FamilyTraits:
 
     @property
     def short_context(self) -> int:
-        """Length up to which a request's keys are rotated differently than in longer ones.
+        """Longest request, in tokens, whose keys are rotated by the short list of divisors.
 
-        Set for LongRoPE, which has two lists of divisors; else 0.
+        Nonzero for LongRoPE only, which rotates longer requests by another list.
         """
         return min(
             (
@@ -327,10 +328,10 @@ class FamilyTraits:
 
     @property
     def keeps_states(self) -> bool:
-        """Whether layers keep a state of each request besides keys and values.
+        """Whether layers keep a recurrent state per request besides keys and values.
 
-        It has no history: neither can it be shared by requests with the same beginning, nor can
-        rows be taken back.
+        A state has no history: requests with a common prefix cannot share it, and rows cannot be
+        rolled back.
         """
         return bool(self.recurrent_layers)
 
@@ -340,15 +341,15 @@ class FamilyTraits:
         return 0 if self.recurrent is None else self.recurrent.state_elements
 
     def count_attention(self, layers: tuple[int, int]) -> int:
-        """Layers of ``first:last`` that have attention, and so keys and values."""
+        """Count the layers of ``first:last`` that have attention, and so keys and values."""
         return sum(map(self.has_attention, range(*layers)))
 
     def count_recurrent(self, layers: tuple[int, int]) -> int:
-        """Layers of ``first:last`` that keep a state."""
+        """Count the layers of ``first:last`` that keep a state."""
         return sum(layer in self.recurrent_layers for layer in range(*layers))
 
     def layer_norms(self, layer: int) -> LayerNorms:
-        """Names of a layer's norms."""
+        """Return the names of a layer's norms."""
         other = self.recurrent_norms if layer in self.recurrent_layers else None
         return other or self.norms
 
@@ -368,5 +369,5 @@ class FamilyTraits:
         return self.activation != "relu2"
 
     def layer_experts(self, layer: int) -> ExpertsConfig | None:
-        """A layer's experts; ``None`` if it has a plain MLP."""
+        """Return a layer's experts; ``None`` if it has a plain MLP."""
         return None if self.experts is None or layer in self.experts.dense_layers else self.experts

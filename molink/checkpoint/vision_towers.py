@@ -1,6 +1,7 @@
-"""Vision towers by architecture: what ``config.json`` says of them.
+"""Parses the vision towers of ``config.json``, by architecture.
 
-Only this module knows them; :mod:`molink.checkpoint.vision` has what they differ in.
+Only this module knows architectures; :mod:`molink.checkpoint.vision` has the traits in which they
+differ.
 """
 
 from collections.abc import Callable, Mapping
@@ -32,7 +33,7 @@ _ACTIVATIONS: dict[str, VisionActivation] = {
 
 @dataclass(frozen=True, slots=True)
 class _TextShape:
-    """What a connector takes from the text model."""
+    """Facts of the text model that a connector needs."""
 
     hidden_size: int
     norm_eps: float
@@ -41,7 +42,7 @@ class _TextShape:
 def parse_vision(
     raw: Mapping[str, Any], where: str, hidden_size: int, norm_eps: float
 ) -> VisionConfig | None:
-    """Parse the vision tower of a ``config.json``; ``None`` if there is none that molink computes.
+    """Parse the vision tower of a ``config.json``; ``None`` if there is none that molink supports.
 
     ``hidden_size`` and ``norm_eps`` are the text model's. Rules are those of the released models;
     :func:`.read_image_rules` replaces them.
@@ -113,7 +114,7 @@ def _idefics3(outer: ConfigFields, inner: ConfigFields, text: _TextShape) -> Vis
 
 
 def _gemma3(outer: ConfigFields, inner: ConfigFields, text: _TextShape) -> VisionConfig:
-    """Gemma 3 (arXiv 2503.19786, §2.1): means of cells, so many that an image has 256 tokens."""
+    """Gemma 3 (arXiv 2503.19786, §2.1): the mean of each cell; an image has 256 tokens."""
     width = inner.get_integer("hidden_size", maximum=_MAX_WIDTH)
     tokens = outer.get_integer("mm_tokens_per_image", 256, MAX_SIDE)
     patches = inner.get_integer("image_size") // inner.get_integer("patch_size")
