@@ -24,7 +24,7 @@ class Routing:
     (arXiv 2408.15664). Of ``groups`` equal groups of experts, only the ``top_groups`` with the
     highest sums of their ``group_voters`` (1 or 2) best experts take part (DeepSeek-V3, arXiv
     2412.19437, §2.1.2). An expert's weight is its score times ``scale``; with ``renormalize`` the
-    score is first divided by the sum of the row's chosen scores plus ``min_sum``. The weight
+    score is first divided by the sum of the row's chosen scores (at least ``min_sum``). The weight
     multiplies the expert's output or, with ``scales_input``, the input of a row's only expert.
 
     ``sparsemixer`` (arXiv 2409.12136) chooses experts one after the other. The best one's weight is

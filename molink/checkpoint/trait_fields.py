@@ -82,7 +82,7 @@ def add_mtp(traits: FamilyTraits, fields: ConfigFields) -> FamilyTraits:
 
 
 def parse_softcap(fields: ConfigFields, name: str, default: float | None) -> float:
-    """Parse the bound of scores or logits: ``default`` if absent, 0 if ``null``."""
+    """Parse the number that bounds scores or logits: ``default`` if absent, 0 if ``null``."""
     bound = fields.get_optional_number(name, default)
     if bound is not None and bound <= 0:
         raise BrokenModel(f"{fields.where}: {name} must be positive or null, not {bound}")

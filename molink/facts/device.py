@@ -1,4 +1,4 @@
-"""Devices as their daemons measure them."""
+"""Devices, as measured by their daemons."""
 
 from typing import Annotated, Literal
 
@@ -9,7 +9,7 @@ from molink.facts.scalars import Count, Index, Text
 
 
 class ExpertHost(msgspec.Struct, frozen=True, kw_only=True):
-    """The CPU beside a device, and the host memory in which experts may lie.
+    """The CPU of a device's PC, and the host memory that may hold experts.
 
     Fields are as in :class:`Device`.
     """
@@ -24,8 +24,8 @@ class ExpertHost(msgspec.Struct, frozen=True, kw_only=True):
 class Device(msgspec.Struct, frozen=True, kw_only=True):
     """One device; ``kind`` is ``cpu`` or ``cuda``.
 
-    ``memory`` is what stages may use, in bytes, within the user's budget. ``read_rate`` is the
-    measured rate in bytes/s at which a decode step reads weights (0: not measured).
+    ``memory`` is the number of bytes that stages may use within the user's budget. ``read_rate`` is
+    the measured rate in bytes/s at which a decode step reads weights (0: not measured).
     """
 
     kind: Literal["cpu", "cuda"]
@@ -44,11 +44,11 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     #: disk. On a GPU its last check must have passed.
     has_block_kernels: bool = False
     #: Whether attention on a GPU reads KV pages in place, so that steps need no memory for copies;
-    #: likewise.
+    #: its last check must have passed, too.
     reads_pages: bool = False
     #: KV blocks must be a multiple of this many positions.
     block_size: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 1
-    #: Bytes of ``memory`` that a draft model takes in addition to the first stage.
+    #: Bytes of ``memory`` that a draft model takes, in addition to the first stage.
     draft_bytes: Count = 0
-    #: Where experts may lie that don't fit; ``None`` if nowhere.
+    #: Host for experts that don't fit on the device; ``None`` if there is none.
     expert_host: ExpertHost | None = None

@@ -10,7 +10,7 @@ from molink.facts.profile import Profile
 MAX_DRAFTS = 15
 #: Maximum volumes of lookahead drafts in flight.
 MAX_LOOKAHEAD = 16
-#: As many drafts as pay off.
+#: Setting: as many drafts as pay off.
 AUTO_DRAFTS = -1
 
 
@@ -18,7 +18,7 @@ AUTO_DRAFTS = -1
 class DraftModelFacts:
     """A draft model that runs on the scheduler's PC.
 
-    ``max_model_len`` is in tokens; ``profile`` is that of a stage of all its layers.
+    ``max_model_len`` is in tokens; ``profile`` holds the times of a stage with all its layers.
     """
 
     profile: Profile
@@ -28,9 +28,9 @@ class DraftModelFacts:
 class DraftRequest(NamedTuple):
     """Asks a draft model for drafts of a request.
 
-    It has the tokens before ``position``; ``tokens`` follow from there, whatever it has drafted. It
-    drafts up to ``max_drafts`` more (0: only reads the tokens) while the probability that all are
-    right is at least ``min_probability``.
+    The model already has the tokens before ``position``; ``tokens`` follow there and replace its
+    own drafts. It drafts up to ``max_drafts`` more tokens (0: it only reads ``tokens``) while the
+    probability that all are right is at least ``min_probability``.
     """
 
     request: int
@@ -41,7 +41,7 @@ class DraftRequest(NamedTuple):
 
 
 class DraftBatch(NamedTuple):
-    """Requests to a draft model, and finished ones to drop first."""
+    """Requests to a draft model, and finished requests to drop before."""
 
     requests: Sequence[DraftRequest] = ()
     finished: Sequence[int] = ()
@@ -56,7 +56,7 @@ class DraftTokens(NamedTuple):
 
 
 class DraftResults(NamedTuple):
-    """Results of a batch, one per request, and the seconds that they took.
+    """Results of a batch, one per request, and the seconds it took.
 
     ``failed`` means that the model can't continue.
     """

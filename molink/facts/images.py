@@ -1,7 +1,7 @@
-"""Where the images of a prompt lie, and the token ids that stand for them.
+"""Positions of a prompt's images, and the token ids of their rows.
 
-An image's rows take ids that are made of its pixels, so that prompts share cached blocks exactly as
-far as their images are the same. No vocabulary has such ids.
+An image's rows have ids hashed from its pixels, so that prompts share cached blocks only if they
+have the same images there. The ids are beyond any vocabulary.
 """
 
 from collections.abc import Sequence
@@ -12,11 +12,11 @@ import msgspec
 
 from molink.facts.scalars import Index
 
-#: The first of these ids.
+#: The lowest id of an image's row.
 FIRST_IMAGE_ID = 1 << 30
-#: Images of a request, and what the tower sees of them: an image may be cut into tiles.
+#: Maximum images per request, and maximum tiles into which all are cut.
 MAX_IMAGES, MAX_TILES = 32, 128
-#: Pixels of a request, in bytes: 3 per pixel.
+#: Maximum pixel bytes per request, at 3 bytes per pixel.
 MAX_PIXEL_BYTES = 96 << 20
 CHANNELS = 3
 _ID_BYTES = 4
@@ -25,9 +25,9 @@ _Extent = Annotated[int, msgspec.Meta(ge=1, le=2**14)]
 
 
 class ImageSpan(msgspec.Struct, frozen=True, array_like=True):
-    """``count`` tokens from ``start`` on that show an image of ``height`` times ``width`` pixels.
+    """``count`` tokens from ``start`` on that stand for an image of ``height`` x ``width`` pixels.
 
-    After each ``line`` rows of the image, one token is text; 0: none is.
+    A text token follows every ``line`` rows of the image; with 0 there are no such tokens.
     """
 
     start: Index
@@ -43,7 +43,7 @@ class ImageSpan(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def num_rows(self) -> int:
-        """Tokens that stand for rows of the image."""
+        """Number of tokens that stand for rows of the image."""
         return self.count - (self.count // (self.line + 1) if self.line else 0)
 
     @property
@@ -52,7 +52,7 @@ class ImageSpan(msgspec.Struct, frozen=True, array_like=True):
         return self.height * self.width * CHANNELS
 
     def row_at(self, position: int) -> int | None:
-        """Row of the image that the token at ``position`` stands for; ``None`` for text."""
+        """Return the image row at the token ``position``; ``None`` for text."""
         offset = position - self.start
         if not 0 <= offset < self.count:
             return None
@@ -63,9 +63,9 @@ class ImageSpan(msgspec.Struct, frozen=True, array_like=True):
 
 
 def count_uncut(spans: Sequence[ImageSpan], start: int, count: int) -> int:
-    """Rows from position ``start`` on, about ``count``, whose end lies within no image.
+    """Adjust ``count`` rows from position ``start`` on so that they don't end inside an image.
 
-    Fewer if it can be, else up to the image's end.
+    Stop before the image if that leaves any row; otherwise go on to its end.
     """
     end = start + count
     cut = next((span for span in spans if span.start < end < span.end), None)
@@ -75,7 +75,7 @@ def count_uncut(spans: Sequence[ImageSpan], start: int, count: int) -> int:
 
 
 class ImageInput(msgspec.Struct, frozen=True, array_like=True):
-    """An image of a prompt: its place, and its pixels line by line (RGB)."""
+    """An image of a prompt: its span, and its RGB pixels line by line."""
 
     span: ImageSpan
     pixels: bytes
@@ -88,7 +88,7 @@ class ImageInput(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def row_ids(self) -> list[int]:
-        """Token ids of its rows; images of the same pixels have the same."""
+        """Token ids of the image's rows; equal images have equal ids."""
         words = shake_128(self.digest).digest(_ID_BYTES * self.span.num_rows)
         return [
             FIRST_IMAGE_ID | int.from_bytes(words[at : at + _ID_BYTES], "little") >> 2
@@ -97,7 +97,7 @@ class ImageInput(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def placed_ids(self) -> dict[int, int]:
-        """Token ids of its rows by their position in the prompt."""
+        """Token ids of the image's rows by position in the prompt."""
         span, ids = self.span, self.row_ids
         rows = ((position, span.row_at(position)) for position in range(span.start, span.end))
         return {position: ids[row] for position, row in rows if row is not None}

@@ -1,4 +1,4 @@
-"""Names of kernels, as users see them, and the largest head that attention's take."""
+"""User-visible names of kernels, and limits of their inputs."""
 
 from typing import Literal
 
@@ -26,18 +26,19 @@ KernelName = Literal[
     "torch-rows",
 ]
 
-#: Largest heads of attention's kernels on GPUs; larger ones (latent attention) are gathered.
+#: Largest head of GPU attention kernels; larger ones (latent attention) use gather attention.
 MAX_KERNEL_HEAD_DIM = 256
-#: Products of quantized weights and rows rounded to 8 bits.
+#: Products of quantized weights with rows rounded to 8 bits.
 INTEGER_KERNELS: tuple[KernelName, ...] = (
     "int8-rows",
     "int8-rows-8bit",
     "int8-rows-codebook",
 )
-#: Turing, whose tensor cores Triton supports: the oldest cards with kernels for low-bit weights.
+#: Turing: the oldest GPUs whose tensor cores Triton supports, and so with kernels for low-bit
+#: weights.
 MIN_TRITON_CAPABILITY = (7, 5)
 
-#: What replaces a disabled kernel. Others have no replacement.
+#: Replacements of disabled kernels. Other kernels have none.
 FALLBACKS: dict[str, str] = {
     "compiled-linear": "torch's own product",
     "packed-linear": "torch's own product",

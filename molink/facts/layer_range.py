@@ -1,4 +1,4 @@
-"""Layers and stages as people read and type them: counted from 1, with both ends included."""
+"""Formats and parses layers and stages for people: counted from 1, both ends included."""
 
 import re
 from collections.abc import Iterable
@@ -9,7 +9,7 @@ _RANGE = re.compile(r"([0-9]{1,6})(?:[-–]([0-9]{1,6}))?\Z")
 
 
 def parse_layers(text: str) -> LayerRange | None:
-    """The half-open range, from 0, of ``A-B`` or ``A``; ``None`` for any other text.
+    """Parse ``A-B`` or ``A`` to a half-open range from 0; ``None`` for any other text.
 
     >>> parse_layers("1-22")
     (0, 22)
@@ -22,16 +22,16 @@ def parse_layers(text: str) -> LayerRange | None:
 
 
 def format_layers(layers: LayerRange) -> str:
-    """What :func:`parse_layers` parses: ``1-22`` for (0, 22), ``5`` for (4, 5)."""
+    """Format a range for :func:`parse_layers`: (0, 22) as ``1-22``, (4, 5) as ``5``."""
     first, last = layers
     return str(last) if last == first + 1 else f"{first + 1}-{last}"
 
 
 def format_ranges(layers: Iterable[LayerRange]) -> str:
-    """Format as ``3-4, 8``."""
+    """Format ranges as ``3-4, 8``."""
     return ", ".join(map(format_layers, layers))
 
 
 def stage_number(index: int) -> int:
-    """The number of the stage with that ``index``, for people."""
+    """Return the number, counted from 1, of the stage with this ``index``."""
     return index + 1

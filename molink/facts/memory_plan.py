@@ -8,16 +8,16 @@ from molink.facts.footprint import Footprint, StageSetup
 from molink.facts.layer_range import format_layers
 from molink.facts.model import BLOCK_SIZE, LayerRange, ModelFacts, Quantize
 
-#: The budget divided by this is left for fragmentation and libraries.
+#: Fragmentation and libraries get the budget divided by this.
 MARGIN_DIVISOR = 20
-#: Tokens of a long conversation, for whose KV there is room if at all possible.
+#: Tokens of a long conversation, whose KV should fit if at all possible.
 CONVERSATION_TOKENS = 8192
 #: Quantization modes by ascending loss.
 QUANTIZE_MODES: tuple[Quantize, ...] = ("none", "int8", "nf4")
 
 
 def usable_bytes(budget: int) -> int:
-    """The budget without the margin."""
+    """Return the budget without the margin."""
     return budget - budget // MARGIN_DIVISOR
 
 
@@ -28,7 +28,7 @@ class MemoryPlan:
     budget: int
     #: The stage's layers and ends of the model.
     weights: int
-    #: Rows of the largest step, its logits, attention's copies and masks.
+    #: Rows of the largest step, its logits, and attention's copies and masks.
     activations: int
     #: Captured decode graphs and their buffers; 0 on a CPU.
     graphs: int
@@ -36,7 +36,7 @@ class MemoryPlan:
     margin: int
     #: The pool of KV blocks, and states of recurrent layers.
     kv: int
-    #: Experts of each layer in host memory, and what they take there, outside the budget.
+    #: Experts per layer in host memory, and the bytes they take there, outside the budget.
     host_experts: int = 0
     host_expert_bytes: int = 0
 
@@ -47,11 +47,11 @@ class MemoryPlan:
 
     @property
     def without_kv(self) -> int:
-        """What is used whether requests live or not."""
+        """Bytes that are used even without requests."""
         return self.weights + self.activations + self.graphs
 
     def __str__(self) -> str:
-        """The non-empty parts, for a person."""
+        """Format the non-empty parts for a person."""
         parts = (
             (self.weights, "weights"),
             (self.activations, "activations"),
@@ -77,11 +77,11 @@ def plan_memory(
 ) -> MemoryPlan:
     """Divide ``budget`` bytes for layers ``first:last``; the rest becomes KV blocks.
 
-    The number of blocks is bounded by ``requests`` requests of the model's maximum length. As few
-    routed experts as possible go to host memory, of which they may use ``expert_memory`` bytes.
+    There are at most as many blocks as ``requests`` requests of the model's maximum length need. As
+    few routed experts as possible go to host memory, where they may use ``expert_memory`` bytes.
 
     Raises:
-        UsageError: the budget is too small; tells the numbers and what would fit.
+        UsageError: the budget is too small; the message has the figures and what would fit.
     """
     need = Footprint.of_stage(facts, target)
     moved = _count_host_experts(facts, layers, need, budget, expert_memory)
@@ -99,9 +99,9 @@ def plan_memory(
 def _count_host_experts(
     facts: ModelFacts, layers: LayerRange, need: Footprint, budget: int, expert_memory: int
 ) -> int | None:
-    """Experts of each layer that must lie in host memory; ``None`` if not even that suffices.
+    """Count experts per layer that must lie in host memory; ``None`` if moving all is not enough.
 
-    A conversation's KV is worth more than a few experts in faster memory.
+    Room for a long conversation's KV comes before keeping a few experts on the device.
     """
     talk = max(need.min_tokens, min(need.max_model_len, CONVERSATION_TOKENS))
     for tokens in (talk, need.min_tokens):
@@ -124,9 +124,9 @@ def _plan(
     tokens: int,
     moved: int = 0,
 ) -> MemoryPlan:
-    """The plan for layers ``first:last`` and a pool of ``tokens`` tokens, even over budget.
+    """Plan layers ``first:last`` and a pool of ``tokens`` tokens, even beyond the budget.
 
-    ``moved`` experts of each layer lie in host memory.
+    ``moved`` experts per layer lie in host memory.
     """
     first, last = layers
     count, opens, closes = last - first, first == 0, last == facts.layers
@@ -155,9 +155,9 @@ def explain_refusal(
     budget: int,
     expert_memory: int = 0,
 ) -> str:
-    """Why ``layers`` don't fit ``budget`` bytes, and what would; for a person.
+    """Explain to a person why ``layers`` don't fit ``budget`` bytes, and what would.
 
-    ``expert_memory`` are the bytes of host memory that experts may use.
+    ``expert_memory`` is the number of bytes of host memory that experts may use.
     """
     first, last = layers
     named = f"layers {format_layers(layers)} of {facts.name}"
@@ -176,7 +176,7 @@ def explain_refusal(
 
 
 def _explain_experts(need: Footprint, layers: LayerRange, lacking: int, expert_memory: int) -> str:
-    """What experts in host memory would change where ``lacking`` bytes are missing."""
+    """Explain whether experts in host memory would free the ``lacking`` bytes."""
     experts = need.experts
     if experts is None:
         return ""
@@ -192,7 +192,7 @@ def _explain_experts(need: Footprint, layers: LayerRange, lacking: int, expert_m
 def smaller_mode(
     facts: ModelFacts, layers: LayerRange, target: StageSetup, budget: int
 ) -> Quantize | None:
-    """The mildest quantization with which ``layers`` would fit, if any."""
+    """Return the quantization with the least loss that makes ``layers`` fit, if any."""
     first, last = layers
     for mode in smaller_modes(facts, target):
         need = Footprint.of_stage(facts, replace(target, quantize=mode))
@@ -203,14 +203,14 @@ def smaller_mode(
 
 
 def smaller_modes(facts: ModelFacts, target: StageSetup) -> tuple[Quantize, ...]:
-    """Modes with smaller projections than those of ``target``, by ascending loss."""
+    """List modes with smaller projections than ``target`` has, by ascending loss."""
     if facts.quantized != "none" or not facts.projection_bytes:
         return ()
     return QUANTIZE_MODES[QUANTIZE_MODES.index(target.quantize) + 1 :]
 
 
 def format_size(count: int) -> str:
-    """Bytes for a person: ``14.2 GB``."""
+    """Format bytes for a person: ``14.2 GB``."""
     for unit, factor in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if count >= factor:
             return f"{count / factor:.1f} {unit}"

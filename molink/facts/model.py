@@ -11,7 +11,7 @@ from molink.facts.scalars import Count, Index, Text
 LayerRange = tuple[Index, Index]
 #: Hash of a model's bytes (:mod:`molink.checkpoint.manifest`); empty if unknown.
 Root = Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{64}:[0-9]{1,8})?\Z")]
-#: A model of the Hugging Face hub at a commit, ``OWNER/NAME@COMMIT``; empty if from elsewhere.
+#: A model of the Hugging Face hub at a commit, ``OWNER/NAME@COMMIT``; empty for other models.
 HubRevision = Annotated[
     str,
     msgspec.Meta(
@@ -22,13 +22,13 @@ HubRevision = Annotated[
 Quantize = Literal["none", "int8", "nf4"]
 #: How a stage keeps keys and values: as its rows (``auto``), or in 8 bits.
 KVCacheDType = Literal["auto", "int8"]
-#: What a placement optimizes: one stream's time per token, or the tokens of many streams.
+#: A placement's objective: one stream's time per token, or the throughput of many streams.
 Objective = Literal["latency", "throughput"]
 #: Tokens of a KV block, the same at every stage of a pipeline.
 BLOCK_SIZE = 16
-#: Adapters of one model; each takes its share of every stage's memory.
+#: Maximum adapters of one model; each takes memory of every stage.
 MAX_ADAPTERS = 32
-#: Name of an adapter, by which requests choose it as if it were a model; empty for none.
+#: An adapter's name, which requests give as their model; empty for none.
 AdapterName = Annotated[str, msgspec.Meta(max_length=64)]
 #: Folders of adapters on this PC, by name.
 AdapterFolders = Annotated[
@@ -40,8 +40,8 @@ AdapterFolders = Annotated[
 class BlockWeights(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of block-quantized weights on a device with kernels for them.
 
-    Each pair is what stays quantized and what doesn't (in the model's dtype): of the largest layer,
-    and of the ends of the model.
+    Each pair has the bytes that stay quantized and those that don't (in the model's dtype), for the
+    largest layer and for the ends of the model.
     """
 
     layer: tuple[Count, Count]
@@ -50,9 +50,9 @@ class BlockWeights(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NarrowWeights(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes (in the model's dtype) of weights that may stay in 16 bits although rows are f32.
+    """Bytes (in the model's dtype) of weights that may stay in 16 bits while rows are float32.
 
-    Of the largest layer, and of the output head.
+    They are those of the largest layer, and of the output head.
     """
 
     dtype: NarrowDType
@@ -61,7 +61,7 @@ class NarrowWeights(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LayerWeights(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes of weights of a layer, or of a part of it, in the forms that a device may keep.
+    """Bytes of a layer's weights, or of some of them, in each form that a device may keep.
 
     ``layer_bytes`` (of which ``projection_bytes`` can be quantized) and ``narrow_bytes`` are in the
     model's dtype; the pairs of ``block_bytes`` (on a CPU) and ``plane_bytes`` (on a GPU) are as in
@@ -80,24 +80,24 @@ class LayerWeights(msgspec.Struct, frozen=True, kw_only=True):
 class ExpertFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Routed experts of a layer, of which a row chooses ``top_k``.
 
-    ``least`` and ``most`` are the weights of all experts of a layer, which differ between layers
-    that are stored in different formats.
+    ``least`` and ``most`` are the weights of all experts in the smallest and the largest layer,
+    since layers may be stored in different formats.
     """
 
     num_experts: Annotated[int, msgspec.Meta(ge=1, le=65536)]
     top_k: Annotated[int, msgspec.Meta(ge=1, le=65536)]
     least: LayerWeights
     most: LayerWeights
-    #: Layers without experts, and the weights of the largest one.
+    #: Layers without experts, and the weights of the largest of them.
     dense_layers: Annotated[tuple[Index, ...], msgspec.Meta(max_length=4096)] = ()
     dense: LayerWeights = LayerWeights()
 
 
 class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """Facts of a model in bytes (in its dtype) and tokens.
+    """Facts of a model, in bytes (in its dtype) and tokens.
 
-    ``element_bytes`` is the size of a weight; another dtype scales the byte counts except those of
-    quantized projections.
+    ``element_bytes`` is the size of a weight; with another dtype, all byte counts but those of
+    quantized projections scale.
     """
 
     name: Text
@@ -111,20 +111,20 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     image_elements: Count = 0
     #: KV cache of one token in one layer with attention.
     kv_bytes: Count
-    #: The same with ``int8``.
+    #: The same with an int8 KV cache.
     int8_kv_bytes: Count = 0
-    #: Recurrent layers, which usually have none, and what each keeps of a request, in float32.
+    #: Recurrent layers, which usually have no KV, and bytes of a request's float32 state in each.
     recurrent_layers: Annotated[tuple[Index, ...], msgspec.Meta(max_length=4096)] = ()
     state_bytes: Count = 0
     #: Whether recurrent layers have keys and values, too.
     parallel_states: bool = False
-    #: Layers that keep nothing of a request.
+    #: Layers that keep nothing per request.
     mlp_layers: Annotated[tuple[Index, ...], msgspec.Meta(max_length=4096)] = ()
     #: MTP layers in the last stage, besides ``layers``.
     mtp_layers: Annotated[int, msgspec.Meta(ge=0, le=1)] = 0
     max_model_len: Count
     element_bytes: Annotated[int, msgspec.Meta(ge=1, le=8)] = 2
-    #: The projections among ``layer_bytes``, and their size as int8 and as nf4.
+    #: Bytes of the projections within ``layer_bytes``, and their size as int8 and as nf4.
     projection_bytes: Count = 0
     int8_bytes: Count = 0
     nf4_bytes: Count = 0
@@ -135,29 +135,29 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     experts: ExpertFacts | None = None
     #: Elements of the largest merged projection of a layer.
     widest: Count = 0
-    #: Maximum elements of a step's row in a layer, and of the row itself.
+    #: Peak elements per row of a step in a layer, and elements of the row itself.
     row_elements: Count = 0
     hidden: Count = 0
-    #: Heads with capped scores (Gemma 2), for which attention keeps all scores.
+    #: Heads with capped scores (Gemma 2), for which attention materializes all scores.
     score_heads: Count = 0
-    #: Heads that are too large for a GPU's kernels, so that it copies pages and keeps all scores.
+    #: Heads too large for GPU kernels, so that a GPU copies pages and materializes all scores.
     large_heads: Count = 0
     vocabulary: Count = 0
-    #: The output head is the embedding: a stage with both ends holds it once.
+    #: Whether the output head is the embedding, which a stage with both ends holds once.
     tied: bool = False
     #: Quantization of the files themselves.
     quantized: Quantize = "none"
-    #: Set by the PC that loads the model; other PCs accept only these bytes.
+    #: Hash set by the PC that loads the model; other PCs accept only these bytes.
     root: Root = ""
-    #: Where else it is available: ``OWNER/NAME@COMMIT`` of the Hugging Face hub.
+    #: Another source of the model: ``OWNER/NAME@COMMIT`` of the Hugging Face hub.
     hub: HubRevision = ""
-    #: Files besides the weights: tokenizer, config, list of hashes.
+    #: Bytes of files besides the weights: tokenizer, config, list of hashes.
     extra_bytes: Count = 0
-    #: All shards of a model whose shards are fetched as they are.
+    #: Bytes of all shards, if whole shards are fetched.
     files_bytes: Count = 0
 
     def scale_bytes(self, stored: int, element: int) -> int:
-        """Bytes of ``stored`` bytes in the model's dtype, in one of ``element`` bytes."""
+        """Scale ``stored`` bytes in the model's dtype to a dtype of ``element`` bytes."""
         return -(-stored * element // self.element_bytes)
 
     @property

@@ -1,7 +1,7 @@
 """Measured times of a stage's forward passes: ``T_d(x)`` and ``T_p(x)``.
 
-The papers' profile of a device (MoLink, Algorithm 1 and its just-in-time chunks; SARATHI's choice
-of a chunk size). A stage measures its own after loading, and all others use it.
+This is the papers' profile of a device (MoLink, Algorithm 1 and its just-in-time chunks; SARATHI's
+choice of a chunk size). A stage measures its own after loading and shares it with the ring.
 """
 
 from collections.abc import Sequence
@@ -14,9 +14,9 @@ import msgspec
 #: Rows of the largest default prefill chunk. Larger ones cost more activation memory than they save
 #: time (SARATHI: 512 cost at most 10 %).
 MAX_CHUNK_ROWS = 512
-#: Bounded by a message's header.
+#: Maximum points; bounded by a message's header.
 MAX_POINTS = 32
-#: Upper bound of a time in seconds; larger values are not measurements.
+#: Maximum plausible time in seconds; larger values are rejected.
 MAX_SECONDS = 3600.0
 
 #: Rows of a forward pass and its seconds.
@@ -28,16 +28,16 @@ Points = Annotated[tuple[Point, ...], msgspec.Meta(max_length=MAX_POINTS)]
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds of a stage's forward passes over its layers; at the last stage with sampling.
+    """Seconds of a stage's forward passes over its layers; the last stage's include sampling.
 
     ``decode`` has points of ``T_d(x)``: ``x`` streams decode a token each after ``context`` tokens.
     ``prefill`` has points of ``T_p(x)``: a chunk of ``x`` rows at the start of a prompt. Points
     ascend by rows. ``decode_token_s`` and ``prefill_token_s`` are additional seconds per row and
     token before it. ``tile`` is the number of rows by which matrix products become more expensive
     in steps (SARATHI's tile quantization; 1: none). A stage that ``interleaves`` runs decode rows
-    between the layers of a chunk. A last stage with an MTP layer takes ``mtp_s`` for each
-    after the first, whose time is in the points (0: it predicts none). Without points the times
-    are unknown.
+    between the layers of a chunk. A last stage with an MTP layer takes ``mtp_s`` per MTP token
+    after the first, whose time is in the points (0: it predicts none). Without points the times are
+    unknown.
 
     Raises (on creation or decoding):
         ValueError: a time is not positive and finite, or rows don't ascend.
@@ -56,16 +56,16 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
         for points in (self.decode, self.prefill):
             _check(points)
         for seconds in (self.decode_token_s, self.prefill_token_s, self.mtp_s):
-            if not 0 <= seconds <= MAX_SECONDS:  # nor NaN
+            if not 0 <= seconds <= MAX_SECONDS:  # also false for NaN
                 raise ValueError(f"{seconds} s per token is not a valid time")
 
     @property
     def is_known(self) -> bool:
-        """Whether it has both kinds of times."""
+        """Whether both kinds of times were measured."""
         return bool(self.decode and self.prefill)
 
     def scale_by(self, factor: float, prefill: float | None = None) -> "Profile":
-        """The profile of a stage that is ``factor`` times as slow (prefill steps: ``prefill``)."""
+        """Return the profile of a stage ``factor`` times as slow (prefill: ``prefill`` times)."""
         prefill = factor if prefill is None else prefill
         return Profile(
             decode=tuple((rows, _bounded(seconds * factor)) for rows, seconds in self.decode),
@@ -79,7 +79,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def decode_s(self, rows: int, context: float = 0) -> float:
-        """``T_d``: seconds of a step of ``rows`` decode rows after ``context`` tokens on average.
+        """Return ``T_d``: seconds for ``rows`` decode rows after ``context`` tokens on average.
 
         0 for no rows or if unknown.
         """
@@ -89,7 +89,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
         return seconds
 
     def prefill_s(self, rows: int, before: float = 0) -> float:
-        """``T_p``: seconds of a chunk of ``rows`` rows after ``before`` tokens of the prompt.
+        """Return ``T_p``: seconds of a chunk of ``rows`` rows after ``before`` prompt tokens.
 
         0 for no rows or if unknown.
         """
@@ -107,7 +107,7 @@ def _check(points: Sequence[tuple[int, float]]) -> None:
     for rows, seconds in points:
         if rows <= before:
             raise ValueError(f"a profile's rows must ascend: {rows} after {before}")
-        if not 0 < seconds <= MAX_SECONDS:  # nor NaN
+        if not 0 < seconds <= MAX_SECONDS:  # also false for NaN
             raise ValueError(f"{seconds} s for {rows} rows is not a valid time")
         before = rows
 
@@ -136,15 +136,16 @@ UNKNOWN_PROFILE = Profile()
 
 
 def smallest_near_best(sizes: Sequence[int], costs: Sequence[float], factor: float) -> int:
-    """The smallest of ``sizes`` (ascending) that costs at most ``factor`` times the minimum.
+    """Return the smallest of ``sizes`` (ascending) that costs at most ``factor`` times the minimum.
 
-    Larger chunks, sub-chunks and numbers of micro-batches gain little and make others wait longer.
+    Larger chunks, sub-chunks and numbers of micro-batches gain little and make other work wait
+    longer.
     """
     good = factor * min(costs)
     return next(size for size, cost in zip(sizes, costs, strict=True) if cost <= good)
 
 
-#: Bounds of a slowdown, up and down; other values are not measurements.
+#: Maximum plausible slowdown; its inverse is the minimum.
 MAX_SLOWDOWN = 100.0
 
 
@@ -156,5 +157,5 @@ class Slowdown:
     prefill: float = 1.0
 
     def apply_to(self, profile: Profile) -> Profile:
-        """The profile at this slowdown."""
+        """Return the profile at this slowdown."""
         return profile.scale_by(self.decode, self.prefill)

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import msgspec
 
-#: Counters and positions: numbers that rise forever.
+#: Counters and positions, which only rise.
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 #: Ids of blocks, tokens, requests of a pipeline.
 Index = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]

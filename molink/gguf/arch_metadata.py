@@ -1,4 +1,4 @@
-"""Metadata of a GGUF file under its architecture's prefix."""
+"""Reads a GGUF file's metadata under its architecture's prefix."""
 
 from collections.abc import Callable
 
@@ -14,7 +14,8 @@ ReadTensor = Callable[[GgufTensor], list[float]]
 class ArchMetadata:
     """Metadata under the architecture's prefix.
 
-    ``block_count`` includes ``draft_layers`` for multi-token prediction, ``layers`` doesn't.
+    The file's ``block_count`` includes ``draft_layers`` for multi-token prediction; ``layers``
+    doesn't.
     """
 
     def __init__(self, file: GgufFile, name: str, read: ReadTensor) -> None:
@@ -37,11 +38,11 @@ class ArchMetadata:
 
     @property
     def has_query_bias(self) -> bool:
-        """Whether projections to queries have biases."""
+        """Whether query projections have biases."""
         return self.has_tensors(".attn_q.bias")
 
     def has_tensors(self, ending: str) -> bool:
-        """Whether the file has tensors with that end of their names."""
+        """Whether the file has tensors whose names end so."""
         return any(name.endswith(ending) for name in self.file.tensors)
 
     def full_key(self, key: str) -> str:

@@ -14,7 +14,7 @@ ROPE_FREQS, ROPE_LONG, ROPE_SHORT = (
     f"{name}.weight" for name in ("rope_freqs", "rope_factors_long", "rope_factors_short")
 )
 _EMBEDDING_NAME = "token_embd.weight"
-#: llama.cpp's numbers of what becomes of rows.
+#: llama.cpp's numbers of pooling types.
 _NOT_POOLED, _LAST_ROW = 0, 3
 
 
@@ -41,11 +41,7 @@ def build_config(file: GgufFile, read: ReadTensor, ends: tuple[int, ...]) -> dic
 
 
 def is_embedding_model(metadata: GgufMetadata) -> bool:
-    """Whether the model's embedding of a text is its last row.
-
-    Raises:
-        UnsupportedModel: rows become an embedding or a score in another way.
-    """
+    """Whether the model embeds a text as its last row."""
     key = f"{metadata.get_string('general.architecture')}.pooling_type"
     kind = metadata.get_count(key) if key in metadata else _NOT_POOLED
     if kind not in (_NOT_POOLED, _LAST_ROW):
@@ -78,7 +74,7 @@ def _base_config(about: ArchMetadata) -> dict[str, Any]:
         "num_hidden_layers": about.layers,
         "num_attention_heads": about.get_uniform("attention.head_count"),
         **({} if about.is_latent else _head_config(about)),
-        # Other layers of Nemotron-H have no MLP.
+        # The other layers of Nemotron-H have no MLP.
         "intermediate_size": about.get_uniform(
             _inner_key(about), ignores_zeros=about.name.startswith("nemotron_h")
         ),
@@ -91,7 +87,7 @@ def _base_config(about: ArchMetadata) -> dict[str, Any]:
 
 
 def _norm_config(about: ArchMetadata) -> dict[str, Any]:
-    """The number that norms add to a mean square, or to the variance of LayerNorm."""
+    """Read the epsilon of RMSNorm or of LayerNorm."""
     key = "attention.layer_norm_epsilon"
     if about.has_key(key):
         return {"layer_norm_eps": about.get_number(key)}
@@ -99,7 +95,7 @@ def _norm_config(about: ArchMetadata) -> dict[str, Any]:
 
 
 def _inner_key(about: ArchMetadata) -> str:
-    """Key of the width of MLPs; a model may have experts only."""
+    """Return the key of the MLPs' width; a model may have experts only."""
     key = "feed_forward_length"
     return key if about.has_key(key) else f"expert_{key}"
 
@@ -131,7 +127,7 @@ def _head_config(about: ArchMetadata) -> dict[str, Any]:
 
 
 def _find_dtype(tensors: Mapping[str, GgufTensor]) -> str:
-    """Most common type of weights; quantized ones are computed in bf16."""
+    """Find the most common type of weights; quantized weights compute in bf16."""
     kinds = [tensor.ggml_type.name for tensor in tensors.values() if len(tensor.shape) > 1]
     plain: Final = {"f32": "float32", "f16": "float16"}
     return plain.get(max(sorted(set(kinds)), key=kinds.count), "bfloat16")
@@ -149,7 +145,7 @@ def _rope_config(about: ArchMetadata, context: int) -> dict[str, Any]:
             scaling["attention_factor"] = about.get_number("rope.scaling.attn_factor")
         return {**made, "rope_scaling": scaling, "original_max_position_embeddings": original}
     if ROPE_FREQS in about.file.tensors:
-        # Llama 3: divisors that apply at any length.
+        # Llama 3: frequency divisors that apply at any length.
         scaling["short_factor"] = scaling["long_factor"] = about.read_factors(ROPE_FREQS)
         scaling |= {"factor": 1.0, "attention_factor": 1.0}
         return {**made, "rope_scaling": scaling}
@@ -168,13 +164,13 @@ def _rope_config(about: ArchMetadata, context: int) -> dict[str, Any]:
     if kind == "yarn":
         scaling |= {"original_max_position_embeddings": original, **_yarn_config(about)}
         if about.name == "gpt-oss":
-            # As in the released model; GGUF has no key for it.
+            # The released model's value; GGUF has no key for it.
             scaling["truncate"] = False
     return {**made, "rope_scaling": scaling}
 
 
 def _yarn_config(about: ArchMetadata) -> dict[str, Any]:
-    """YaRN settings that differ from the defaults."""
+    """Read YaRN settings that differ from the defaults."""
     extrapolated = about.get_number("rope.scaling.yarn_ext_factor", 1.0)
     if extrapolated != 1.0:
         raise UnsupportedModel(
@@ -197,6 +193,6 @@ def _yarn_config(about: ArchMetadata) -> dict[str, Any]:
         return found
     if not about.is_latent:
         return {**found, "mscale": 1.0}
-    # llama.cpp's converter writes a tenth of it in this architecture only.
+    # In this architecture only, llama.cpp's converter writes a tenth of it.
     scale = 10.0 * found["mscale_all_dim"]
     return {**found, "mscale": scale, "mscale_all_dim": scale}

@@ -20,25 +20,24 @@ from molink.facts.dtypes import DTYPE_SIZES, WeightDType
 #: Rows that CPU kernels process together; a weight's rows must be a multiple. CPUs with shorter
 #: registers take half as many.
 ROW_MULTIPLE = 32
-#: Codes that CPU kernels read without a loop; longer code only fills the instruction cache.
+#: Codes that CPU kernels read without a loop; more unrolling only fills the instruction cache.
 RUN_CODES = 32
 HALF_BITS = 16
 
 
-#: Numbers of groups with nested scales.
+#: Types of the steps of groups with nested scales.
 StepKind = Literal["integer", "e4m3", "e8m0"]
 
 
 @dataclass(frozen=True, slots=True)
 class BlockFormat:
-    """Format of a quantized weight: ``bits`` of a code, weights per ``group`` and per ``block``.
+    """Format of a quantized weight: ``bits`` per code, weights per ``group`` and per ``block``.
 
     8-bit codes are signed. With ``has_minimum`` a minimum is added per group. With
     ``has_nested_scales`` groups have one-byte *steps*: integers, signed unless there is a minimum,
-    or floats (E4M3; E8M0, powers of two). With
-    ``has_shifts`` codes are shifted by integers. Other numbers are of ``number_dtype``. A
-    ``codebook`` has the 16 values of 4-bit codes. With ``is_float`` 8-bit codes are E4M3 floats.
-    ``shared_rows`` neighbouring rows share a scale.
+    or floats (E4M3; E8M0, powers of two). With ``has_shifts`` codes are shifted by integers. All
+    other numbers have type ``number_dtype``. A ``codebook`` has the 16 values of 4-bit codes. With
+    ``is_float`` 8-bit codes are E4M3 floats. ``shared_rows`` neighbouring rows share a scale.
     """
 
     bits: int
@@ -56,13 +55,13 @@ class BlockFormat:
 
     @property
     def fits_cpu(self) -> bool:
-        """Whether CPU kernels multiply by such weights."""
+        """Whether CPU kernels can multiply by such weights."""
         whole_runs = self.group in (RUN_CODES // 2, RUN_CODES) or self.group % RUN_CODES == 0
         return whole_runs and not self.is_float and self.step_kind != "e4m3"
 
     @property
     def numbers_per_group(self) -> int:
-        """Numbers of a group, or of a block with nested scales; the scale comes first."""
+        """Numbers per group, or per block with nested scales; the scale comes first."""
         return 1 + self.has_minimum + self.has_shifts
 
     @property
@@ -111,8 +110,8 @@ E2M1_VALUES = (
     *(0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0),
     *(-0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0),
 )
-#: Formats of GGUF types that stay quantized, by name; others are dequantized on load. That of
-#: MXFP4 depends on a weight's width (:func:`float4_format`).
+#: Formats of GGUF types that stay quantized, by name; others are dequantized on load. MXFP4's
+#: format depends on a weight's width (:func:`float4_format`).
 BLOCK_FORMATS = {
     "q4_0": BlockFormat(4, 8, 32, 32),
     "q4_1": BlockFormat(4, 0, 32, 32, has_minimum=True),
@@ -134,7 +133,7 @@ MXFP4_BLOCK = 32
 
 
 def float4_format(group: int, width: int, steps: StepKind) -> BlockFormat:
-    """Format of E2M1 floats in rows of ``width``, whose numbers are 1 or a tensor's."""
+    """Return the format of E2M1 floats in rows of ``width``, with one scale per tensor or none."""
     return BlockFormat(
         4, 0, group, width,
         has_nested_scales=True, number_dtype="f32", codebook=E2M1_VALUES, step_kind=steps,
@@ -142,9 +141,7 @@ def float4_format(group: int, width: int, steps: StepKind) -> BlockFormat:
 
 
 class BitRange(NamedTuple):
-    """``bits`` bits of a code from ``target_bit`` on, stored from ``source_bit`` on in each half of
-    ``word``.
-    """
+    """A code's bits from ``target_bit`` on, stored in each half of ``word`` from ``source_bit``."""
 
     word: int
     source_bit: int
@@ -156,10 +153,10 @@ class BitRange(NamedTuple):
 def locate_pair(bits: int, index: int) -> tuple[BitRange, ...]:
     """Locate the bits of pair ``index`` in a group's codes.
 
-    The lower half of a 32-bit *word* has codes at even depths, the upper half those at odd depths,
-    so that one shift extracts a pair of neighbours. A word has four 4-bit codes or two 6-bit codes
-    per half; 5-bit groups add a word, and the bits left in three 6-bit words form two more codes.
-    8-bit codes have words of 16 bits.
+    The lower half of a 32-bit *word* holds codes of even columns, the upper half those of odd
+    columns, so that one shift extracts a pair of neighbours. A word has four 4-bit codes or two
+    6-bit codes per half; 5-bit groups add a word, and the bits left in three 6-bit words form two
+    more codes. 8-bit codes have words of 16 bits.
     """
     if bits == 8:
         return (BitRange(index, 0, bits, 0),)
@@ -171,14 +168,14 @@ def locate_pair(bits: int, index: int) -> tuple[BitRange, ...]:
     return BitRange(index - 6, 12, 4, 0), BitRange(2, 2 * index, 2, 4)
 
 
-#: Consecutive columns whose codes a GPU takes from one word each; tensor cores want 16 at least.
+#: Consecutive columns for which a GPU takes one code from each word; tensor cores need at least 16.
 _PLANE_WIDTHS = (32, 16)
 
 
 def plane_width(form: BlockFormat, columns: int) -> int:
-    """Columns that share a scale and a slice of a GPU's words, if words of 32 bits fill rows.
+    """Return how many columns share a scale and a slice of a GPU's words.
 
-    0 if they don't.
+    0 if 32-bit words don't fill the rows.
     """
     slices = HALF_BITS // (8 if form.bits == 8 else 4)
     fitting = (
@@ -199,7 +196,7 @@ _GROUP_SIZES = (128, 64, 32)
 
 
 def find_group(columns: int) -> int:
-    """Largest group in memory of a scale of so many ``columns``; 0 if none divides them."""
+    """Return the largest in-memory group for a scale of ``columns`` columns; 0 if none divides."""
     return next((size for size in _GROUP_SIZES if columns % size == 0), 0)
 
 
@@ -209,5 +206,5 @@ def fits_rows(form: BlockFormat, shape: Sequence[int]) -> bool:
 
 
 def resident_bytes(form: BlockFormat, shape: Sequence[int]) -> int:
-    """Bytes in memory of a weight ``[out, in]`` in this format, at most."""
+    """Return the maximum bytes in memory of a weight ``[out, in]`` in this format."""
     return prod(shape) // form.block * form.nbytes

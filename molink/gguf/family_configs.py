@@ -1,4 +1,4 @@
-"""What a ``config.json`` says of each architecture beside what all share."""
+"""Translates GGUF metadata to the ``config.json`` fields that are specific to an architecture."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,9 +6,9 @@ from typing import Any
 from molink.errors import BrokenModel, UnsupportedModel
 from molink.gguf.arch_metadata import ArchMetadata
 
-#: Layers without and with a sliding window.
+#: Types of layers without and with a sliding window.
 _LAYER_TYPES = ("full_attention", "sliding_attention")
-#: llama.cpp's numbers of what scores experts.
+#: llama.cpp's numbers of the functions that score experts.
 _SOFTMAX, _SIGMOID = 1, 2
 _MAVERICK_EXPERTS = 128
 
@@ -25,7 +25,7 @@ def _llama_config(about: ArchMetadata) -> dict[str, Any]:
 
 
 def _llama4_config(about: ArchMetadata) -> dict[str, Any]:
-    """Llama 4; GGUF has no keys for what its two released models have in common."""
+    """Llama 4; GGUF has no keys for values that both released models share."""
     key = "attention.sliding_window"
     if about.has_key(key) and not about.get_count(key):
         raise UnsupportedModel(
@@ -38,13 +38,13 @@ def _llama4_config(about: ArchMetadata) -> dict[str, Any]:
         "intermediate_size": about.get_integer("expert_feed_forward_length"),
         "intermediate_size_mlp": about.get_uniform("feed_forward_length"),
         "interleave_moe_layer_step": about.get_integer("interleave_moe_layer_step"),
-        # As llama.cpp tells Scout and Maverick apart.
+        # llama.cpp distinguishes Scout and Maverick in the same way.
         "use_qk_norm": experts["num_local_experts"] != _MAVERICK_EXPERTS,
     }
 
 
 def _expert_counts(about: ArchMetadata, name: str) -> dict[str, Any]:
-    """How many experts there are, which configs call ``name``, and how many a row meets."""
+    """Read the number of experts, as field ``name``, and the number chosen per row."""
     return {
         name: about.get_integer("expert_count"),
         "num_experts_per_tok": about.get_integer("expert_used_count"),
@@ -114,7 +114,7 @@ def _granite_hybrid_config(about: ArchMetadata) -> dict[str, Any]:
 def _falcon_h1_config(about: ArchMetadata) -> dict[str, Any]:
     """Falcon-H1; its factors are in the weights."""
     if "output.weight" not in about.file.tensors:
-        # The embedding has its own factor, which isn't that of the logits.
+        # The embedding's factor differs from that of the logits.
         raise UnsupportedModel(
             f"{about.metadata.where}: {about.name} without output.weight is not supported"
         )
@@ -192,7 +192,7 @@ def _exaone4_config(about: ArchMetadata) -> dict[str, Any]:
 
 
 def _listed_windows(about: ArchMetadata) -> dict[str, Any]:
-    """Windows in the layers that are listed, else in all but every fourth."""
+    """Read windows: those of the listed layers, or of all but every fourth."""
     made = {"sliding_window": about.get_integer("attention.sliding_window")}
     key = "attention.sliding_window_pattern"
     if not about.has_key(key):
@@ -307,7 +307,7 @@ def _delta_rule_config(about: ArchMetadata) -> dict[str, Any]:
 
 
 def _list_recurrent(about: ArchMetadata) -> list[int]:
-    """Layers without attention: listed, or all but the last of each interval."""
+    """List the layers without attention: as stated, or all but the last of each interval."""
     key = "attention.recurrent_layers"
     if about.has_key(key):
         return [layer for layer, mark in enumerate(about.list_numbers(key)) if mark]
@@ -412,14 +412,14 @@ def _hunyuan_moe_config(about: ArchMetadata) -> dict[str, Any]:
 
 
 def _deepseek2_config(about: ArchMetadata) -> dict[str, Any]:
-    """DeepSeek V2 and V3, and GLM-4.7-Flash; only V2 has no corrections of scores."""
+    """DeepSeek V2 and V3, and GLM-4.7-Flash; only V2 lacks corrections of scores."""
     is_second = f"blk.{about.layers - 1}.exp_probs_b.bias" not in about.file.tensors
     experts = _deepseek_experts(about, _SOFTMAX if is_second else _SIGMOID)
     if is_second:
         is_grouped = experts["n_group"] > 1
         experts["topk_method"] = "group_limited_greedy" if is_grouped else "greedy"
     rotary = about.get_integer("rope.dimension_count")
-    # Older files, whose keys and values are not split, lack the keys of latent attention.
+    # Older files, whose key-value projection is not split, lack the metadata of latent attention.
     key, value = (
         about.get_integer(
             f"attention.{part}_length_mla", about.get_integer(f"attention.{part}_length")
@@ -461,7 +461,7 @@ def _deepseek_experts(about: ArchMetadata, scores: int = _SIGMOID) -> dict[str, 
 
 
 def _check_scores(about: ArchMetadata, wanted: int) -> None:
-    """Refuse experts that are not scored as the architecture's are."""
+    """Refuse experts that are scored in another way than the architecture's."""
     key = "expert_gating_func"
     found = about.get_integer(key, wanted)
     if found != wanted:
@@ -524,7 +524,7 @@ def _gemma3_config(about: ArchMetadata) -> dict[str, Any]:
 
 
 def _attention_scalar(about: ArchMetadata, largest: int) -> int:
-    """Square of the divisor of attention scores; only the layer count identifies 27B models."""
+    """Return the squared divisor of attention scores; the layer count identifies 27B models."""
     heads = about.get_uniform("attention.head_count")
     share = about.get_integer("embedding_length") // heads
     is_largest = about.layers == largest

@@ -50,31 +50,34 @@ _TYPES = (
     GgmlType("bf16", 30, 1, 2, "BF16"),
     GgmlType("mxfp4", 39, 32, 17),
 )
-#: By the number in GGUF files.
+#: Types by their number in GGUF files.
 TYPES_BY_NUMBER = {kind.number: kind for kind in _TYPES}
 #: Block types, by name; the name is a suffix of tensor names.
 PACKED_TYPES = {kind.name: kind for kind in _TYPES if not kind.safetensors_dtype}
 
 
 def packed_name(name: str, kind: GgmlType) -> str:
-    """Name of the tensor ``name`` when stored in blocks."""
+    """Return the name of the tensor ``name`` when stored in blocks."""
     return f"{name}.{kind.name}"
 
 
 def find_packed(name: str, tensors: Container[str]) -> GgmlType | None:
-    """Type of the blocks in which ``name`` is stored, if it is."""
+    """Return the type of the blocks in which ``name`` is stored, if it is."""
     return next(
         (kind for kind in PACKED_TYPES.values() if packed_name(name, kind) in tensors), None
     )
 
 
 def packed_names(name: str) -> tuple[str, ...]:
-    """All names that the tensor ``name`` may have when stored in blocks."""
+    """Return all names that the tensor ``name`` may have when stored in blocks."""
     return tuple(packed_name(name, kind) for kind in PACKED_TYPES.values())
 
 
 def packed_shape(kind: GgmlType, shape: Sequence[int]) -> tuple[int, int] | None:
-    """Byte shape ``[rows, bytes of a row]`` of a weight ``[out, in]``; ``None`` if impossible."""
+    """Return a weight's byte shape ``[rows, bytes of a row]``; ``None`` if impossible.
+
+    ``shape`` is ``[out, in]``.
+    """
     if len(shape) != 2:
         return None
     nbytes = kind.row_bytes(shape[1])

@@ -3,8 +3,8 @@
 Files are untrusted: every length is checked against the file's size before it is used, and the
 header's memory is bounded. Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 
-Of a split model, ``name-00001-of-00003.gguf`` has the metadata; the others only say which part they
-are (``split.*``). They are found by name, in the folder of the given one.
+Of a split model, ``name-00001-of-00003.gguf`` has the metadata; the others only state their part
+number (``split.*``). They are found by name, in the folder of the given file.
 """
 
 import mmap
@@ -24,7 +24,7 @@ from molink.gguf.metadata import GgufMetadata, MetadataValue
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
-#: Maximum bytes of metadata and tensor names; large vocabularies have 20 MB.
+#: Maximum bytes of metadata and tensor names; large vocabularies take 20 MB.
 MAX_HEADER_BYTES = 128 << 20
 _MAX_KEYS = 1 << 14
 #: Maximum tensors of a model.
@@ -159,7 +159,7 @@ class _HeaderReader:
             raise BrokenModel(f"{self._path}: {self.where}: a text is not UTF-8: {error}") from None
 
     def read_value(self) -> MetadataValue:
-        """Read a type and a value of it."""
+        """Read a type number and a value of that type."""
         (number,) = self.read_numbers("I")
         if number != _LIST:
             return self._read_scalar(number)
@@ -173,7 +173,7 @@ class _HeaderReader:
         if inner == _STRING:
             self._check_end(8 * length)
             return [self.read_string() for _ in range(length)]
-        # Compact storage: elements are as large as in the file; booleans become numbers.
+        # Arrays keep the file's element size, to save memory; booleans become numbers.
         numbers: array[Any] = array(self._number_code(inner).replace("?", "B"))
         numbers.frombytes(self.read_bytes(length * numbers.itemsize))
         if sys.byteorder == "big":
@@ -290,7 +290,7 @@ def split_names(file: str) -> tuple[str, ...]:
 
 
 def find_first_splits(names: Iterable[str]) -> list[str]:
-    """Of GGUF files ``names``, the first of each model; ``mmproj`` (vision) is excluded."""
+    """Return each model's first file among GGUF files ``names``, without ``mmproj`` (vision)."""
     models = [name for name in names if not name.rpartition("/")[2].startswith("mmproj")]
     return [*dict.fromkeys(split_names(name)[0] for name in sorted(models))]
 

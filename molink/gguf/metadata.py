@@ -128,8 +128,8 @@ def _check_finite(value: float) -> bool:
     return math.isfinite(value)
 
 
-#: ``generation_config.json`` field → key (``general.sampling.*``) and bounds, within which
-#: llama.cpp's "off" values are off here, too.
+#: ``generation_config.json`` field → key (``general.sampling.*``) and bounds, llama.cpp's "off"
+#: values lie within them and mean off here, too.
 _SAMPLING_KEYS = {
     "temperature": ("general.sampling.temp", 0.0, MAX_TEMPERATURE),
     "top_p": ("general.sampling.top_p", 0.0, 1.0),

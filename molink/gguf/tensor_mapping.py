@@ -1,8 +1,8 @@
 """Maps a GGUF file's tensors to Hugging Face names.
 
 llama.cpp permutes query and key rows of ``llama`` and similar architectures: rotated pairs are
-neighbours there, and in two halves here. It adds 1 to norms of Gemma and Qwen3.5, as the model
-does. All experts of a layer are one tensor.
+neighbours there, and lie in two halves here. It stores the norms of Gemma and Qwen3.5 with the 1
+that the model adds. All experts of a layer are one tensor.
 """
 
 import re
@@ -25,7 +25,7 @@ _MODEL_TENSORS = {
     # LFM2's last norm
     "token_embd_norm.weight": "model.norm.weight",
 }
-#: Constants that follow from the metadata or are read with it.
+#: Constants that follow from the metadata or are read together with it.
 _CONSTANTS = (ROPE_FREQS, ROPE_LONG, ROPE_SHORT)
 #: Families whose query and key rows are permuted.
 _PERMUTED_FAMILIES = (
@@ -66,7 +66,7 @@ _GPT_OSS_MODULES = _MODULES | {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_gate_inp": "mlp.router",
 }
-#: Experts as in DeepSeek-V3.
+#: Families with experts as in DeepSeek-V3.
 _DEEPSEEK_MODULES = _MODULES | {
     f"ffn_{part}_shexp": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")
 }
@@ -80,7 +80,7 @@ _LATENT_MODULES = _DEEPSEEK_MODULES | {
     "attn_k_b": "self_attn.k_b_proj",
     "attn_v_b": "self_attn.v_b_proj",
 }
-#: A layer for multi-token prediction has these besides.
+#: Additional tensors of an MTP layer.
 _MTP_MODULES = {
     "nextn.enorm": "enorm",
     "nextn.hnorm": "hnorm",
@@ -89,9 +89,9 @@ _MTP_MODULES = {
 }
 #: Copies of the model's embedding and output head.
 _MTP_COPIES = ("nextn.embed_tokens", "nextn.shared_head_head")
-#: Families whose first such layer is used.
+#: Families whose first MTP layer is used.
 _MTP_FAMILIES = ("Glm4Moe", "DeepseekV3", "Glm4MoeLite")
-#: Where the norm before the MLP is named so.
+#: Families that name the norm before the MLP so.
 _POST_ATTENTION = {"post_attention_norm": "post_attention_layernorm"}
 #: The gated delta rule; GGUF names its tensors as Mamba's.
 _DELTA_MODULES = (
@@ -116,7 +116,7 @@ _MAMBA_MODULES = {
     "ssm_norm": "mamba.norm",
     "ssm_out": "mamba.out_proj",
 }
-#: Shared experts are the only ones, or beside others.
+#: Granite 4, whose shared experts may be its only ones.
 _HYBRID_MODULES = (
     _MODULES
     | _MAMBA_MODULES
@@ -144,13 +144,13 @@ _FALCON_H1_MODULES = (
 )
 _MAMBA_NAMES = {"ssm_a": "mamba.A", "ssm_d": "mamba.D", "ssm_dt.bias": "mamba.dt_bias"}
 _DELTA_NAMES = {"ssm_a": "linear_attn.A", "ssm_dt.bias": "linear_attn.dt_bias"}
-#: Tensors that are neither weights nor biases here.
+#: Tensors whose names here end neither in ``weight`` nor in ``bias``.
 _OTHER_NAMES = {
     **dict.fromkeys(_DELTA_FAMILIES, _DELTA_NAMES),
     "GptOss": {"attn_sinks.weight": "self_attn.sinks"},
     "GraniteMoeHybrid": _MAMBA_NAMES,
     "NemotronH": _MAMBA_NAMES,
-    # As the converter writes it.
+    # The converter writes it without ``.weight``.
     "FalconH1": _MAMBA_NAMES | {"ffn_norm": "pre_ff_layernorm.weight"},
 }
 _LFM2_MODULES = _MODULES | {
@@ -208,7 +208,7 @@ _FAMILY_MODULES = {
     "Gemma2": _GEMMA_MODULES,
     "Gemma3": _GEMMA_MODULES,
 }
-#: The corrections of experts' scores, a bias there.
+#: The corrections of experts' scores, which GGUF stores as a bias.
 _CORRECTION = "exp_probs_b"
 _CORRECTION_NAMES = {
     "Glm4Moe": "mlp.gate.e_score_correction_bias",
@@ -219,7 +219,7 @@ _CORRECTION_NAMES = {
     "MiniMaxM2": "block_sparse_moe.e_score_correction_bias",
     "Lfm2Moe": "feed_forward.expert_bias",
 }
-#: What configs call the number of experts.
+#: Config fields that state the number of experts.
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 #: Tensors with all experts of a layer → name of one expert's.
 _EXPERTS = {
@@ -250,7 +250,7 @@ _FAMILY_EXPERTS = {
     "GraniteMoe": _SPARSE_EXPERTS,
     "GraniteMoeHybrid": _SPARSE_EXPERTS,
 }
-#: Experts' tensors whose rows alternate with those of another in one projection here, by family.
+#: Experts' tensors that molink interleaves row by row with another tensor, by family.
 _PAIRED_EXPERTS = {"GptOss": {"ffn_gate_exps": "ffn_up_exps"}}
 
 
@@ -259,9 +259,9 @@ class MappedTensor:
     """A tensor as molink stores it, from ``nbytes`` bytes at ``offset`` of GGUF file ``split``.
 
     ``dtype`` is the safetensors name; weights in blocks are ``U8``, with the block type in
-    ``name``. With ``permuted_heads`` each head's rows are reordered to halves. ``subtract`` is
-    subtracted from each number. With ``paired``, a file and offset, half of the bytes come from
-    there: rows of both alternate.
+    ``name``. With ``permuted_heads`` each head's rows are reordered from pairs to halves.
+    ``subtract`` is subtracted from each number. With ``paired`` (a file number and an offset) half
+    of the bytes come from there, and rows of both sources alternate.
     """
 
     name: str
@@ -319,7 +319,7 @@ def map_tensors(file: GgufFile, config: dict[str, Any]) -> Iterator[MappedTensor
 
 
 def _count_behind(file: GgufFile, layer: int, config: dict[str, Any]) -> int:
-    """The number of a layer among those for multi-token prediction, from 1; 0 for others."""
+    """Return the number of an MTP layer, from 1; 0 for other layers."""
     number: int = 1 + layer - config["num_hidden_layers"]
     is_behind = 0 < number <= config.get("num_nextn_predict_layers", 0)
     return number if is_behind and f"blk.{layer}.nextn.eh_proj.weight" in file.tensors else 0
@@ -352,7 +352,7 @@ def _map_layer_tensor(
 
 
 def _reshape_tensor(tensor: GgufTensor, module: str) -> GgufTensor:
-    """A tensor with the dimensions that it has here."""
+    """Reshape a tensor to the dimensions that it has in molink."""
     match module, tensor.shape:
         case "ffn_gate_inp_shexp", (columns,):
             # Older converters omit the first dimension.
@@ -378,7 +378,10 @@ def _map_experts(
     paired: GgufTensor | None,
     where: str,
 ) -> Iterator[MappedTensor]:
-    """Map all experts' tensor, of each to the name ``named``; rows of ``paired`` alternate."""
+    """Map the tensor of all experts to one tensor per expert, ``named.format(index)``.
+
+    With ``paired``, rows of both tensors alternate.
+    """
     if len(tensor.shape) < 2:
         raise BrokenModel(f"{where}: shape {list(tensor.shape)} is not that of all experts")
     count, *shape = tensor.shape
@@ -400,7 +403,7 @@ def _map_experts(
 
 
 def _norm_offset(family: str, name: str) -> float:
-    """The number that converters add to a norm's weights."""
+    """Return the number that converters add to a norm's weights."""
     name = name.removesuffix(".weight")
     has_offset = family.startswith("Gemma") or family in _DELTA_FAMILIES
     return float(has_offset and name.endswith("norm") and name != "ssm_norm")

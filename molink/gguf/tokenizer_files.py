@@ -1,8 +1,8 @@
 """Converts a GGUF file's tokenizer to ``tokenizer.json``.
 
-Supported are byte-level BPE with merges (``gpt2``), whose pre-tokenizer has a name
+Two kinds are supported: byte-level BPE with merges (``gpt2``), whose pre-tokenizer has a name
 (``tokenizer.ggml.pre``), and SentencePiece BPE (``llama``), which has scores instead of merges.
-Regular expressions are those of llama.cpp, so that ids are equal.
+Regular expressions are llama.cpp's, so that token ids are equal.
 """
 
 import re
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 _MAX_TOKENS = 2**21
 #: Maximum characters of a token; known ones have at most 256.
 _MAX_TOKEN = 1024
-#: Overhead in characters of a merge or token, and the limit of all merges relative to all tokens
-#: (Llama 2 has 1.9, Aquila 1.8).
+#: Overhead of a merge or token in characters, and the limit of all merges' size relative to that of
+#: all tokens (Llama 2 has 1.9, Aquila 1.8).
 _OWN, _MERGES_ROOM = 16, 16
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
 _SPACE = "▁"
-#: A byte token of an ASCII character.
+#: The byte token of an ASCII character.
 _ASCII = re.compile(r"<0x([0-7][0-9A-Fa-f])>")
 
 _CONTRACTIONS = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
@@ -117,7 +117,7 @@ def build_tokenizer_files(
 ) -> TokenizerFiles:
     """Build the tokenizer of a model with ``vocabulary`` embedding rows.
 
-    If the model ``embeds``, texts end with the end-of-sequence token where the file says so.
+    If the model ``embeds``, texts end with the end-of-sequence token if the file says so.
 
     Raises:
         UnsupportedModel: the tokenizer's kind is not implemented.
@@ -233,8 +233,9 @@ def _sentence_piece_model(
 
 
 def _with_bytes_as_characters(tokens: Sequence[str], kinds: Sequence[int]) -> list[str]:
-    """Replace byte tokens by characters that have no token, such as the tab: otherwise nothing
-    merges them.
+    """Replace byte tokens by their characters, such as the tab, if these have no token.
+
+    Merges would not find them otherwise.
     """
     known = set(tokens)
     found = list(tokens)
@@ -262,7 +263,7 @@ def _build_merges(
         for cut in range(1, len(text)):
             left, right = text[:cut], text[cut:]
             if left in token_scores and right in token_scores:
-                # Copy the tokens: concatenations of untrusted ones may be long.
+                # Refer to the tokens themselves: concatenations of untrusted ones may be long.
                 found.append((score, tokens[order[left]], tokens[order[right]]))
                 room -= len(text) + _OWN
         if room < 0:
@@ -280,7 +281,7 @@ def _append_eos(made: "Tokenizer", metadata: GgufMetadata, tokens: Sequence[str]
     end = metadata.get_index("tokenizer.ggml.eos_token_id")
     if end is None or end >= len(tokens):
         raise _missing_token_error(metadata, "eos", end or 0)
-    # The template's name of the token can't be its text, which may have a colon.
+    # The template can't call the token by its text, which may contain a colon.
     named = {"id": "end", "ids": [end], "tokens": [tokens[end]]}
     made.post_processor = processors.TemplateProcessing(single="$A end", special_tokens=[named])
 

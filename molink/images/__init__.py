@@ -1,4 +1,4 @@
-"""Images of clients: decoded, cut to what a model's vision tower takes, shown in its prompt.
+"""Decodes clients' images, resizes and cuts them for a vision tower, and puts them into prompts.
 
-Used only in processes that may be killed: a hostile image may take long, or crash a decoder.
+Used only in processes that may be killed: a hostile image may take long or crash a decoder.
 """

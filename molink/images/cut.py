@@ -1,7 +1,6 @@
-"""Resizes an image to what a vision tower takes, as the released processors do.
+"""Resizes and cuts an image for a vision tower, as the released processors do.
 
-Each layout of :class:`.ImageRules` has its rule: one square, tiles and a small whole image, or
-whole cells.
+Each layout of :class:`.ImageRules` has its rule: one square, tiles and a thumbnail, or whole cells.
 """
 
 import math
@@ -13,9 +12,9 @@ from PIL import Image
 from molink.checkpoint.vision import ImageRules, VisionConfig
 from molink.errors import RequestError
 
-#: Longest edge of an image whose ``detail`` is low, as in OpenAI's API.
+#: Longest edge of an image with low ``detail``, as in OpenAI's API.
 LOW_DETAIL = 512
-#: Longest edge of an image relative to the other, where it is not cut into tiles or squares.
+#: Maximum ratio of an image's edges if it is resized to whole cells.
 _MAX_RATIO = 200
 #: Longest edge of an image before it is cut into tiles.
 _MAX_TILED = 4096
@@ -23,10 +22,10 @@ _MAX_TILED = 4096
 
 @dataclass(frozen=True, slots=True)
 class CutImage:
-    """What a tower sees of an image, and the text that shows it.
+    """The tiles of an image for the tower, and its text in the prompt.
 
-    The text has each tile's placeholder tokens in order. ``lines`` are the rows after each of which
-    there is a token of text, of each tile; 0: none.
+    The text has each tile's placeholder tokens in order. ``lines`` has, for each tile, the number
+    of rows after which a text token follows; 0: none.
     """
 
     tiles: tuple[Image.Image, ...]
@@ -35,11 +34,7 @@ class CutImage:
 
 
 def cut_image(image: Image.Image, vision: VisionConfig, *, low_detail: bool = False) -> CutImage:
-    """Cut an RGB ``image``; with ``low_detail`` to fewer rows.
-
-    Raises:
-        RequestError: the model takes no image so narrow.
-    """
+    """Cut an RGB ``image``; with ``low_detail`` into fewer rows."""
     rules = vision.rules
     if low_detail and max(image.size) > LOW_DETAIL:
         image = image.copy()
@@ -70,7 +65,7 @@ def _show_whole(image: Image.Image, vision: VisionConfig) -> CutImage:
 
 
 def _cut_tiles(image: Image.Image, vision: VisionConfig, *, tiled: bool) -> CutImage:
-    """Idefics 3's tiles, with their line and column, and then the whole image."""
+    """Cut into Idefics 3's tiles, with their line and column, followed by the whole image."""
     rules, side = vision.rules, vision.rules.size
     image = _resize(image, *_fit_longest(*image.size, rules.longest or side), rules)
     if tiled:
@@ -92,7 +87,7 @@ def _cut_tiles(image: Image.Image, vision: VisionConfig, *, tiled: bool) -> CutI
 
 
 def _fit_longest(width: int, height: int, longest: int) -> tuple[int, int]:
-    """A size whose longer edge is ``longest``, the other one even."""
+    """Return a size whose longer edge is ``longest``, and whose other edge is even."""
     longest = min(longest, _MAX_TILED)
     ratio = width / height
     if width >= height:
@@ -103,7 +98,7 @@ def _fit_longest(width: int, height: int, longest: int) -> tuple[int, int]:
 
 
 def _fit_tiles(width: int, height: int, side: int) -> tuple[int, int]:
-    """A size of whole tiles."""
+    """Return a size of whole tiles."""
     ratio = width / height
     if width >= height:
         width = math.ceil(width / side) * side
@@ -116,7 +111,7 @@ def _fit_tiles(width: int, height: int, side: int) -> tuple[int, int]:
 
 
 def _cut_lines(image: Image.Image, vision: VisionConfig) -> CutImage:
-    """Whole cells, whose lines a prompt ends with a token each."""
+    """Resize to whole cells; in the prompt, each line of cells but the last ends with a token."""
     rules, cell = vision.rules, vision.cell_pixels
     ratio = max(max(image.size) / rules.size, 1.0)
     columns, lines = (-(-int(extent / ratio) // cell) for extent in image.size)
@@ -129,7 +124,7 @@ def _cut_lines(image: Image.Image, vision: VisionConfig) -> CutImage:
 
 
 def _fit_area(width: int, height: int, vision: VisionConfig) -> tuple[int, int]:
-    """A size of whole cells between the bounds of pixels, with the ratio as near as can be."""
+    """Return a size of whole cells within the bounds of pixels, with a similar aspect ratio."""
     rules, cell = vision.rules, vision.cell_pixels
     if max(width, height) > _MAX_RATIO * min(width, height):
         raise RequestError(
@@ -148,5 +143,5 @@ def _fit_area(width: int, height: int, vision: VisionConfig) -> tuple[int, int]:
 
 
 def tile_pixels(cut: CutImage) -> Iterator[bytes]:
-    """Pixels of each tile line by line (RGB)."""
+    """Return the RGB pixels of each tile, line by line."""
     return (tile.tobytes() for tile in cut.tiles)

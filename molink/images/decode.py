@@ -1,4 +1,4 @@
-"""Decodes images of clients, which are hostile until decoded."""
+"""Decodes clients' images, which are untrusted."""
 
 import base64
 import binascii
@@ -9,12 +9,12 @@ from PIL import Image, ImageOps
 
 from molink.errors import RequestError
 
-#: Pillow's names of the formats that are decoded.
+#: Pillow's names of the accepted formats.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
-#: Pixels of an image; decoded, each takes a few bytes.
+#: Maximum pixels of an image; a decoded pixel takes a few bytes.
 MAX_PIXELS = 64_000_000
 _FORMAT_NAMES = "PNG, JPEG, WebP or GIF"
-#: Bytes of a URL that an error shows.
+#: Characters of a URL that an error quotes.
 _SHOWN = 32
 
 
@@ -22,7 +22,7 @@ def decode_data_url(url: str, field: str) -> Image.Image:
     """Decode an image from a ``data:`` URL in base64; its media type is ignored.
 
     Raises:
-        RequestError: it is another kind of URL, or not an image that may be decoded.
+        RequestError: it is another kind of URL, or not an accepted image.
     """
     scheme, comma, data = url.partition(",")
     if not scheme.startswith("data:"):
@@ -41,12 +41,12 @@ def decode_data_url(url: str, field: str) -> Image.Image:
 
 
 def decode_image(data: bytes, field: str) -> Image.Image:
-    """Decode an image to RGB, turned as its camera says; it is copied as rarely as can be.
+    """Decode an image to RGB, rotated by its EXIF orientation, with as few copies as possible.
 
     Raises:
         RequestError: it is of another format, animated, too large or damaged.
     """
-    Image.MAX_IMAGE_PIXELS = None  # checked here, with a message of our own
+    Image.MAX_IMAGE_PIXELS = None  # checked below, with molink's own message
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -1,4 +1,4 @@
-"""Puts images into a rendered prompt: text for the tokenizer, then ids for their rows."""
+"""Puts images into a rendered prompt: as tokenizer text, then as ids of their rows."""
 
 from collections.abc import Callable, Sequence
 
@@ -17,8 +17,8 @@ def encode_prompt(
     """Encode a rendered prompt with its images; ``image_id`` is the placeholder token's id.
 
     Raises:
-        RequestError: the prompt's text has placeholders, too, or the images are too many.
-        BrokenModel: the tokenizer doesn't know a token that shows images.
+        RequestError: the text itself contains placeholders, or there are too many images.
+        BrokenModel: the tokenizer lacks a token that stands for images.
     """
     tiles = sum(len(cut.tiles) for cut in cuts)
     nbytes = sum(3 * tile.width * tile.height for cut in cuts for tile in cut.tiles)
@@ -43,7 +43,7 @@ def encode_prompt(
 def _place_images(
     ids: list[int], cuts: Sequence[CutImage], vision: VisionConfig, image_id: int
 ) -> tuple[ImageInput, ...]:
-    """Find the images' rows among ``ids`` and replace these by ids of their pixels."""
+    """Find the images' rows among ``ids`` and replace them by ids derived from pixels."""
     places = [position for position, token in enumerate(ids) if token == image_id]
     images, first = [], 0
     for cut in cuts:
