@@ -16,7 +16,7 @@ from molink.errors import BrokenModel, UnsupportedModel
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional"]
 
 DEFAULT_THETA = 10_000.0
-#: Tolerance: ``head_dim * partial_rotary_factor`` may be rounded to just below a whole number.
+#: A part of a head that is no binary fraction times its dimensions may be less than a whole number.
 _ROUNDING = 1e-6
 #: A longer context, in tokens, means a damaged config; the limit also bounds allocations.
 MAX_MODEL_LEN = 2**24
@@ -24,13 +24,13 @@ MAX_MODEL_LEN = 2**24
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """RoPE parameters; fields after ``factor`` apply to some kinds only.
+    """RoPE parameters; fields beyond ``factor`` apply to some kinds only.
 
     ``original_context`` is the trained length in tokens: for ``dynamic`` always
-    ``max_position_embeddings``, as in transformers. ``partial_rotary_factor`` is the rotated
-    fraction of a head: its first dimensions or, for ``proportional``, the first of each half, with
-    the frequencies of a full rotation. ``sections`` are the numbers of pairs that rotate by an
-    image's position, line and column (M-RoPE, arXiv 2409.12191, §2.1).
+    ``max_position_embeddings``, as in transformers. ``partial_rotary_factor`` is the rotated part
+    of a head, its first dimensions; those of ``proportional`` are the first of each half, with the
+    frequencies that all would have. ``sections`` are numbers of pairs that an image's place, lines
+    and columns rotate (M-RoPE, arXiv 2409.12191, §2.1).
     """
 
     theta: float = DEFAULT_THETA
@@ -54,7 +54,7 @@ class RopeConfig:
     sections: tuple[int, ...] = ()
 
     def rotary_dim(self, head_dim: int) -> int:
-        """Return the number of a head's dimensions that have rotation angles."""
+        """Number of dimensions of a head that have angles."""
         if self.kind == "proportional":
             return head_dim
         return int(head_dim * self.partial_rotary_factor + _ROUNDING)
@@ -72,7 +72,7 @@ class RopeConfig:
 class QueryScaling:
     """Multiplies queries by ``1 + slope * log(1 + (position + offset) // interval)``.
 
-    With ``unrotated_only`` it applies only in layers without RoPE.
+    Perhaps in layers without RoPE only.
     """
 
     slope: float
@@ -113,8 +113,7 @@ def parse_scaled_longrope(config: ConfigFields, defaults: RopeDefaults) -> RopeC
     """Parse RoPE settings that state the factor of LongRoPE (Phi-3.5-MoE).
 
     Raises:
-        UnsupportedModel: the factor differs between short and long contexts, or as
-            :func:`parse_rope`.
+        UnsupportedModel: it differs between short and long contexts, or as :func:`parse_rope`.
         BrokenModel: as there.
     """
     found = config.get_object("rope_parameters") or config.get_object("rope_scaling")
@@ -130,10 +129,10 @@ def parse_scaled_longrope(config: ConfigFields, defaults: RopeDefaults) -> RopeC
 
 
 def parse_sections(config: ConfigFields, head_dim: int) -> tuple[int, ...]:
-    """Parse how many pairs of a head rotate by an image's position, line and column.
+    """Parse which pairs of a head are rotated by an image's place, lines and columns.
 
     Raises:
-        BrokenModel: they don't add up to all pairs.
+        BrokenModel: they are not all pairs.
     """
     found = config.get_object("rope_parameters") or config.get_object("rope_scaling")
     sections = ConfigFields(found, f"{config.where}: rope settings").get_integers("mrope_section")
@@ -146,7 +145,7 @@ def parse_sections(config: ConfigFields, head_dim: int) -> tuple[int, ...]:
 
 
 def parse_query_scaling(config: ConfigFields, rope: RopeConfig) -> QueryScaling | None:
-    """Parse the scaling of queries beyond the trained length (Ministral 3); ``None`` if absent.
+    """Parse how queries grow beyond the trained length (Ministral 3); ``None`` if they don't.
 
     Raises:
         BrokenModel: a field is invalid, or the trained length is missing.
@@ -164,9 +163,9 @@ def parse_query_scaling(config: ConfigFields, rope: RopeConfig) -> QueryScaling 
 
 
 def parse_alpha_rope(config: ConfigFields, head_dim: int) -> RopeConfig:
-    """Parse RoPE settings whose ``alpha`` raises the base at any length (Hunyuan).
+    """Parse RoPE settings of which ``alpha`` raises the base for good (Hunyuan).
 
-    Their kind is ``dynamic``, but they don't depend on the length. Raises as :func:`parse_rope`.
+    They say ``dynamic``, but don't depend on the length. Raises as :func:`parse_rope`.
     """
     found = config.get_object("rope_parameters") or config.get_object("rope_scaling")
     inner = ConfigFields(found, f"{config.where}: rope settings")
@@ -280,7 +279,7 @@ def _scale_rope(
 def _parse_longrope(
     plain: RopeConfig, positions: int, original: int, fields: ConfigFields
 ) -> RopeConfig:
-    """Parse LongRoPE (arXiv 2402.13753): divisors are listed; the factor only scales attention."""
+    """LongRoPE (arXiv 2402.13753): divisors are listed; the factor only scales attention."""
     rope = replace(
         plain,
         factor=fields.get_number("factor", positions / original),

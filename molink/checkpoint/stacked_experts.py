@@ -21,14 +21,14 @@ from molink.gguf.block_formats import MXFP4_BLOCK
 _EXPERT_PATTERN = re.compile(r"(.+\.experts)\.(0|[1-9][0-9]{0,3})\.([a-z_]+)\.(weight|bias)")
 
 
-#: An expert's projection → its stack in Granite, its stack in Qwen3.5 and Llama 4, its part of an
-#: entry's outputs, and the number of equal parts.
+#: An expert's projection → its stack in Granite, and in Qwen3.5 and Llama 4; which of so many equal
+#: parts of an entry's outputs it is.
 _ROW_STACKS = {
     "gate_proj": ("input_linear.weight", "experts.gate_up_proj", 0, 2),
     "up_proj": ("input_linear.weight", "experts.gate_up_proj", 1, 2),
     "down_proj": ("output_linear.weight", "experts.down_proj", 0, 1),
 }
-#: The module whose stacks (of Llama 4) are transposed.
+#: The module of stacks with the latter names that are transposed.
 _TRANSPOSED_MODULE = "feed_forward."
 
 
@@ -51,9 +51,9 @@ class StackedExpert:
         return len(self.names) == 2
 
     def stack_shapes(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-        """Compute the stacks' shapes if this expert is the last one; empty if impossible.
+        """Shapes of the stacks if this expert is the last one; empty if impossible.
 
-        ``shape`` is the shape of the expert's own tensor.
+        ``shape`` is that of the expert's own tensor.
         """
         count = self.index + 1
         if self.is_mxfp4:

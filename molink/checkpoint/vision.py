@@ -1,24 +1,23 @@
-"""Describes a vision tower of any family, and how images become tokens.
+"""The vision tower of a model that sees, and how its images become tokens: facts of all families.
 
 A tower turns patches of an image into rows; its connector merges neighbouring rows into cells and
-projects these to the decoder's width. Each cell fills one placeholder token of the prompt.
+projects these to the decoder's width. A cell stands for one placeholder token of the prompt.
 """
 
 from dataclasses import dataclass, field
 from typing import Literal
 
-#: molink's prefixes of all tensors of a tower and of a connector.
+#: Prefixes of all tensors of a tower and of a connector, whatever the checkpoint calls them.
 TOWER_PREFIX, CONNECTOR_PREFIX = "vision.", "vision_connector."
-#: Maximum edge of a resized image, in pixels.
+#: Longest edge of an image in pixels, once it is resized.
 MAX_SIDE = 8192
 
 VisionNorm = Literal["rms", "biased layer"]
 VisionActivation = Literal["silu", "gelu", "gelu_tanh"]
-#: How a cell's rows are merged: their mean, or their elements concatenated by row or by channel.
+#: How a cell is made of its rows: their mean, or their elements side by side, by row or by channel.
 Merging = Literal["mean", "by row", "by channel"]
-#: How an image is prepared. ``square``: resized to one square. ``tiles``: cut into tiles, plus a
-#: thumbnail. ``lines`` and ``cells``: resized to whole cells; with ``lines`` each line of cells
-#: ends with a token.
+#: How an image is cut: resized to one square; into tiles and a small whole one; to whole cells, of
+#: which each line ends with a token, or none does.
 ImageLayout = Literal["square", "tiles", "lines", "cells"]
 
 
@@ -33,11 +32,11 @@ class TowerNames:
     layers: str = "encoder.layers."
     attention_norm: str = "layer_norm1"
     attention: str = "self_attn"
-    #: Queries, keys and values: three tensors, or one merged tensor.
+    #: Queries, keys and values; as many tensors or one.
     heads: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
     output: str = "out_proj"
     mlp_norm: str = "layer_norm2"
-    #: Gate (if gated), up and down.
+    #: Gate, if there is one, up and down.
     mlp: tuple[str, ...] = ("mlp.fc1", "mlp.fc2")
 
 
@@ -53,7 +52,7 @@ class NormShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearShape:
-    """A projection ``[outputs, inputs]``; stored as ``[inputs, outputs]`` if ``transposed``."""
+    """A projection ``[outputs, inputs]``; a ``transposed`` one is stored the other way round."""
 
     name: str
     inputs: int
@@ -71,7 +70,7 @@ class LinearShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectorShape:
-    """Merges cells of ``side * side`` rows and projects them to the decoder's width."""
+    """From a tower's rows to rows of the decoder: cells of ``side * side`` rows, projected."""
 
     side: int
     merging: Merging
@@ -84,11 +83,11 @@ class ConnectorShape:
 class ImageRules:
     """How images are prepared, and how a prompt shows them.
 
-    A pixel becomes ``(pixel / 255 - mean) / std``, by channel. ``size`` is the side of a square or
-    tile, or the longest edge of an image; ``longest`` is the longest edge before an image is cut
-    into tiles, 0 for no tiles. ``resample`` is Pillow's filter number. A template writes
-    ``placeholder`` for an image, which becomes ``opening``, one ``token`` per row, and ``closing``.
-    Each line but the last ends with ``line_end``. Images with layout ``cells`` have
+    Pixels are divided by 255, less ``mean``, divided by ``std``, each by channel. ``size`` is the
+    side of a square or tile, or the longest edge of an image; ``longest`` that of an image before
+    it is cut into tiles, 0 for no tiles. ``resample`` is Pillow's number of a filter. A template
+    writes ``placeholder`` for an image; ``token`` stands for each of its rows, between ``opening``
+    and ``closing``. Each line but the last ends with ``line_end``. Images of ``cells`` have from
     ``least_pixels`` to ``most_pixels``.
     """
 
@@ -111,12 +110,12 @@ class ImageRules:
 class VisionConfig:
     """A vision tower: its size, names and connector, and the rules of its images.
 
-    ``position_side`` is the side of the square table of learned positions. ``rope_theta`` rotates
-    queries and keys by a patch's line and column, with the same frequencies or ``alternating``
-    ones. A ``gated`` MLP is ``act(gate) * up``. Patches attend within their square ``window`` (0:
-    no windows), and to the whole image in ``full_layers``. The patch projection has weights for
-    ``frames`` video frames; an image counts as that many equal frames. With ``whole_images`` an
-    image's rows in the decoder attend to the whole image.
+    ``position_side`` is the side of the table of learned positions; ``rope_theta`` rotates queries
+    and keys by a patch's line and column, with the same frequencies or ``alternating`` ones. A
+    ``gated`` MLP is ``act(gate) * up``. Patches attend to those in the same ``window``, a square of
+    so many, but in ``full_layers`` to all (0: in all layers). The projection of patches has weights
+    of ``frames``, which images repeat. With ``whole_images`` an image's rows in the decoder attend
+    to all of the image.
     """
 
     layers: int
@@ -151,10 +150,10 @@ class VisionConfig:
         return self.patch_size * self.connector.side
 
     def count_rows(self, height: int, width: int) -> int:
-        """Count the rows of an image of that many pixels.
+        """Rows of an image of that many pixels.
 
         Raises:
-            ValueError: it doesn't consist of whole cells, or isn't of the tower's only size.
+            ValueError: it has no whole cells, or isn't of the tower's only size.
         """
         side, cell = self.rules.size, self.cell_pixels
         if self.rules.layout == "cells" and height * width > self.rules.most_pixels:
@@ -170,7 +169,7 @@ class VisionConfig:
         """Peak number of elements of the rows of the largest image in a layer.
 
         They are the residual, its norm, queries, keys and values (twice if rotated, again for
-        windows) and the attention output, or the MLP's activations.
+        windows) and attended rows, or what an MLP keeps.
         """
         pixels = self.rules.most_pixels or self.rules.size**2
         patches = pixels // self.patch_size**2
@@ -206,7 +205,7 @@ class VisionConfig:
         return shapes | self._connector_tensors
 
     def layer_projections(self, layer: int) -> tuple[LinearShape, ...]:
-        """List a layer's projections: queries, keys, values, output; gate (if gated), up, down."""
+        """A layer's projections: queries, keys, values, output; gate if there is one, up, down."""
         names, width, inner = self.names, self.hidden_size, self.intermediate_size
         prefix = f"{names.layers}{layer}."
         each = 3 * width // len(names.heads)

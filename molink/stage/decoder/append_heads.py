@@ -22,15 +22,15 @@ class AppendHeads(Protocol):
         layer: int,
         slots: Tensor,
     ) -> Tensor:
-        """Return ``heads`` (``[T, n, head_dim]``: queries, keys, values), possibly in place.
+        """Process ``heads`` (``[T, n, head_dim]``: queries, keys, values), possibly in place.
 
-        Keys and values are in ``pool`` at ``slots`` (int64 ``[T]``) of ``layer`` afterwards.
+        Keys and values are then in ``pool`` at ``slots`` (int64 ``[T]``) of ``layer``.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class SeparateAppend:
-    """One operator after the other, in place."""
+    """Separate operators, which work in place."""
 
     rotate: Rotate
 

@@ -1,4 +1,4 @@
-"""A causal convolution of few rows, whose last ones are part of a request's state."""
+"""A causal convolution over few rows, whose last rows are part of a request's state."""
 
 from dataclasses import dataclass
 
@@ -12,9 +12,9 @@ from molink.stage.weights.weight_reader import WeightReader
 
 @dataclass(frozen=True, slots=True)
 class CausalConv:
-    """Convolves each channel by itself, in float32.
+    """A depthwise convolution in float32.
 
-    ``weight`` is float32 ``[conv_width, channels]``, of the earliest row first; ``bias``, if any,
+    ``weight`` is float32 ``[conv_width, channels]``, earliest row first; ``bias``, if any, is
     ``[channels]``.
     """
 
@@ -22,9 +22,9 @@ class CausalConv:
     bias: Tensor | None = None
 
     def __call__(self, rows: Tensor, states: StateContext, index: int) -> Tensor:
-        """Convolve rows ``[T, channels]`` with those before them, to float32 ``[T, channels]``.
+        """Convolve rows ``[T, channels]`` with the rows before them, to float32 ``[T, channels]``.
 
-        ``index`` is the layer's in the pool of states, which keeps the last rows.
+        ``index`` is the layer's index in the state pool, which keeps the last rows.
         """
         kept, given, rows = states.pool.conv_rows[index], states.rows, rows.float()
         result = torch.empty_like(rows)

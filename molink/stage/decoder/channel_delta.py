@@ -1,4 +1,4 @@
-"""A layer with the delta rule whose channels fade by themselves (Kimi Linear)."""
+"""A layer with the delta rule and a decay per channel (Kimi Linear)."""
 
 from dataclasses import dataclass
 
@@ -20,9 +20,9 @@ from molink.stage.weights.weight_reader import WeightReader
 class ChannelDelta(RecurrentMixer):
     """Weights of such a layer; small ones are float32.
 
-    ``rows`` projects to queries, keys, values and latents, from which ``gate_up`` projects to
-    gates; ``rates`` to rates and latents, from which ``decay_up`` projects to decays. ``decays``
-    (negative) are ``[heads, 1]``, ``decay_bias`` ``[heads, dim]``, ``norm_weight`` ``[dim]``.
+    ``rows`` projects to queries, keys, values and latents, which ``gate_up`` projects to gates.
+    ``rates`` projects to rates and latents, which ``decay_up`` projects to decays. ``decays``
+    (negative) is ``[heads, 1]``, ``decay_bias`` ``[heads, dim]``, ``norm_weight`` ``[dim]``.
     """
 
     shape: ChannelDeltaShape
@@ -76,7 +76,7 @@ class ChannelDelta(RecurrentMixer):
 def load_channel_delta(
     reader: WeightReader, config: ModelConfig, shape: ChannelDeltaShape, layer: int, index: int
 ) -> ChannelDelta:
-    """Load the model's layer ``layer``, ``index``-th in the stage's pool of states."""
+    """Load the model's layer ``layer``, which has index ``index`` in the stage's state pool."""
     prefix = f"model.layers.{layer}."
 
     def read(name: str) -> Tensor:

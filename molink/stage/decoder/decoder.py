@@ -22,7 +22,7 @@ from molink.stage.weights.weight_reader import WeightReader
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """Layers of a stage, and the ends of the model it has.
+    """Layers of a stage, and its ends of the model.
 
     ``embedding_scale`` is rounded to the compute type, as in training. An embedding model has no
     ``output_head``.
@@ -40,7 +40,7 @@ class Decoder:
 
     @property
     def capturable(self) -> bool:
-        """Whether its layers can be captured as a CUDA graph."""
+        """Whether a CUDA graph can capture the layers."""
         return all(block.capturable for block in self.blocks)
 
     @property
@@ -61,7 +61,7 @@ class Decoder:
 
     @property
     def split_experts(self) -> tuple[SplitExpertMlp, ...]:
-        """Experts of which some are in host memory, by layer."""
+        """Each layer's experts, if some of them are in host memory."""
         return tuple(one for block in self.blocks if (one := block.split_experts) is not None)
 
     @property
@@ -87,15 +87,15 @@ class Decoder:
         return run_blocks(self.blocks, rows, context, between_layers)
 
     def normalize_rows(self, rows: Tensor) -> Tensor:
-        """Rows ``[T, hidden]`` after the model's last norm."""
+        """Apply the model's last norm to rows ``[T, hidden]``."""
         if self.norm is None:
             raise InvariantError("a stage without the final norm can't compute logits")
         return self.norm(rows)
 
     def compute_logits(self, normed: Tensor) -> Tensor:
-        """Float32 logits ``[T, vocab_size]`` of normed rows.
+        """Compute float32 logits ``[T, vocab_size]`` of normed rows ``[T, hidden]``.
 
-        Without an output head: the rows in float32.
+        Without an output head, return the rows in float32.
         """
         head, config = self.output_head, self.config
         if not len(normed):
@@ -112,7 +112,7 @@ class Decoder:
 
 @dataclass(frozen=True, slots=True)
 class HeldWeights:
-    """Loaded weights that another stage can reuse: layers by index, and ends."""
+    """Loaded weights that another stage can reuse: layers by index, and ends of the model."""
 
     blocks: Mapping[int, DecoderBlock] = field(default_factory=dict)
     embedding: EmbeddingTable | None = None
@@ -125,7 +125,7 @@ class HeldWeights:
     def from_decoder(
         cls, decoder: Decoder, layers: tuple[int, int], wanted: tuple[int, int]
     ) -> "HeldWeights":
-        """Weights of a stage of ``layers`` that one of ``wanted`` can reuse."""
+        """Select the weights of a stage of ``layers`` that a stage of ``wanted`` can reuse."""
         blocks = {
             layer: block
             for layer, block in zip(range(*layers), decoder.blocks, strict=True)
@@ -133,7 +133,7 @@ class HeldWeights:
         }
         last = decoder.config.layers
         ends = [(first == 0, stop == last) for first, stop in (layers, wanted)]
-        # Tied ends share a weight; a stage with one end stores it differently.
+        # Tied ends share a weight; a stage with only one end stores it differently.
         apart = decoder.config.tied_embeddings and (all(ends[0]) != all(ends[1]))
         opens = ends[0][0] and ends[1][0] and not apart
         closes = ends[0][1] and ends[1][1] and not apart
@@ -169,7 +169,7 @@ def load_decoder(
     blocks = []
     for layer in range(first, last):
         on_layer(layer - first)
-        # Layers with attention and recurrent ones have pools of their own.
+        # Layers with attention and recurrent layers are numbered in separate pools.
         is_recurrent = layer in config.recurrent_layers
         count = config.count_recurrent if is_recurrent else config.count_attention
         index = count((first, layer))

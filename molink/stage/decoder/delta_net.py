@@ -20,8 +20,8 @@ from molink.stage.weights.weight_reader import WeightReader
 class DeltaNet(RecurrentMixer):
     """Weights of such a layer; small ones are float32.
 
-    ``rows`` projects to queries, keys, values and gates, ``rates`` to rates and decays.
-    ``decays`` (negative) and ``decay_bias`` are ``[value_heads]``, ``norm_weight`` ``[value_dim]``.
+    ``rows`` projects to queries, keys, values and gates, ``rates`` to rates and decays. ``decays``
+    (negative) and ``decay_bias`` are ``[value_heads]``, ``norm_weight`` is ``[value_dim]``.
     """
 
     shape: DeltaRuleShape
@@ -52,7 +52,7 @@ class DeltaNet(RecurrentMixer):
         return sum(part.nbytes for part in large) + small
 
     def _split_rows(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows of channels ``[T, channels]``, and gates ``[T, value_heads, value_dim]``."""
+        """Split rows into channels ``[T, channels]`` and gates ``[T, value_heads, value_dim]``."""
         shape = self.shape
         if not shape.grouped_rows:
             mixed, gates = torch.split(rows, [shape.channels, shape.values_size], dim=1)
@@ -65,7 +65,7 @@ class DeltaNet(RecurrentMixer):
         return mixed, gates.reshape(len(rows), shape.value_heads, shape.value_dim)
 
     def _split_rates(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Rates and logarithms of decays, ``[T, value_heads]`` in float32."""
+        """Return rates and logarithms of decays, both float32 ``[T, value_heads]``."""
         shape = self.shape
         heads = shape.key_heads if shape.grouped_rates else 1
         rates, decays = rows.float().view(len(rows), heads, -1).chunk(2, dim=2)
@@ -90,7 +90,7 @@ class DeltaNet(RecurrentMixer):
         return states.apply_rows(self.index, parts, update_memories, run_chunks)
 
     def _spread_heads(self, rows: Tensor) -> Tensor:
-        """Normed queries or keys of all value heads, ``[T, value_heads, key_dim]``."""
+        """Norm queries or keys and repeat them for value heads: ``[T, value_heads, key_dim]``."""
         heads = rows.view(len(rows), self.shape.key_heads, self.shape.key_dim)
         unit = divide_lengths(heads)
         if self.shape.is_tiled:
@@ -101,7 +101,7 @@ class DeltaNet(RecurrentMixer):
 def load_delta_net(
     reader: WeightReader, config: ModelConfig, shape: DeltaRuleShape, layer: int, index: int
 ) -> DeltaNet:
-    """Load the model's layer ``layer``, ``index``-th in the stage's pool of states."""
+    """Load the model's layer ``layer``, which has index ``index`` in the stage's state pool."""
     prefix = f"model.layers.{layer}."
 
     def read(name: str) -> Tensor:

@@ -1,13 +1,13 @@
 """The gated delta rule (Gated DeltaNet, arXiv 2412.06464, §3), in float32.
 
 A head's memory ``S`` maps keys to values. A row with key ``k``, value ``v``, decay ``a`` and rate
-``b`` first fades it and then corrects what it has for the key:
+``b`` first decays it and then corrects its value for the key:
 
     S ← a S;  S ← S + b k (v - k S);  the row reads q S
 
-Decays are given by their logarithms, one of a head, or one of each channel of its keys (Kimi Delta
-Attention, arXiv 2510.26692, §3). Several rows are computed together in chunks (§3.3): rows of a
-chunk depend on one another through a triangular system, and on rows before it through ``S`` only.
+Decays are given as logarithms, one per head, or one per channel of its keys (Kimi Delta Attention,
+arXiv 2510.26692, §3). Rows are computed in chunks (§3.3): rows of a chunk depend on one another
+through a triangular system, and on earlier rows through ``S`` only.
 """
 
 import torch
@@ -15,16 +15,16 @@ from torch import Tensor
 
 from molink.stage.decoder.state_scan import fade_between
 
-#: Rows of a chunk: a product of that size is efficient, and its triangular system still small.
+#: Rows per chunk: products of that size are efficient, and the triangular system is still small.
 _CHUNK_ROWS = 64
-#: Likewise where channels fade by themselves, which takes memory for all channels of all pairs.
+#: Rows per chunk with decays per channel, which need memory for all channels of all pairs of rows.
 _CHANNEL_CHUNK_ROWS = 16
-#: Added to squares of queries and keys before they are divided by their length.
+#: Epsilon added to the squared length of queries and keys before division.
 _LENGTH_EPS = 1e-6
 
 
 def divide_lengths(heads: Tensor) -> Tensor:
-    """Queries or keys ``[…, K]`` divided by their lengths."""
+    """Divide queries or keys ``[…, K]`` by their lengths."""
     squares = heads.square().sum(-1, keepdim=True)
     return heads * squares.add_(_LENGTH_EPS).rsqrt_()
 
@@ -34,8 +34,8 @@ def update_memories(
 ) -> Tensor:
     """Apply one row to each of ``memories`` (``[B, H, K, V]``), in place.
 
-    ``queries`` and ``keys`` are ``[B, H, K]``, ``values`` ``[B, H, V]``, ``rates`` ``[B, H]``,
-    ``decays`` the same or ``[B, H, K]``. Returns what the rows read, ``[B, H, V]``.
+    ``queries`` and ``keys`` are ``[B, H, K]``, ``values`` ``[B, H, V]``, ``rates`` ``[B, H]``, and
+    ``decays`` ``[B, H]`` or ``[B, H, K]``. Returns the values read, ``[B, H, V]``.
     """
     memories.mul_(decays.exp().view(*rates.shape, -1, 1))
     known = torch.matmul(keys.unsqueeze(-2), memories)
@@ -49,8 +49,8 @@ def run_chunks(
 ) -> Tensor:
     """Apply consecutive rows to one ``memory`` (``[H, K, V]``), in place.
 
-    ``queries`` and ``keys`` are ``[T, H, K]``, ``values`` ``[T, H, V]``, ``rates`` ``[T, H]``,
-    ``decays`` the same or ``[T, H, K]``. Returns what the rows read, ``[T, H, V]``.
+    ``queries`` and ``keys`` are ``[T, H, K]``, ``values`` ``[T, H, V]``, ``rates`` ``[T, H]``, and
+    ``decays`` ``[T, H]`` or ``[T, H, K]``. Returns the values read, ``[T, H, V]``.
     """
     is_head = decays.dim() == 2
     run, size = (_run_chunk, _CHUNK_ROWS) if is_head else (_run_channels, _CHANNEL_CHUNK_ROWS)
@@ -64,13 +64,13 @@ def run_chunks(
 def _run_chunk(
     memory: Tensor, queries: Tensor, keys: Tensor, values: Tensor, decays: Tensor, rates: Tensor
 ) -> Tensor:
-    """The same for a chunk whose tensors begin with heads, as the result does."""
-    total = decays.cumsum(-1)  # [H, T]: since the chunk's start
+    """Apply one chunk; heads are the first dimension of all tensors and of the result."""
+    total = decays.cumsum(-1)  # [H, T]: summed since the chunk's start
     faded = total.exp().unsqueeze(-1)
     between = fade_between(total)
     transposed = keys.transpose(-1, -2)
     rated = keys * rates.unsqueeze(-1)
-    # Row i corrects the memory that rows before it leave: (I + A) C = B (V - faded K S).
+    # Row i corrects the memory left by earlier rows: (I + A) C = B (V - faded K S).
     system = torch.matmul(rated, transposed).mul_(between)
     wanted = values * rates.unsqueeze(-1) - torch.matmul(rated * faded, memory)
     corrections = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
@@ -84,14 +84,14 @@ def _run_chunk(
 def _run_channels(
     memory: Tensor, queries: Tensor, keys: Tensor, values: Tensor, decays: Tensor, rates: Tensor
 ) -> Tensor:
-    """The same with decays of each channel, ``[H, T, K]``.
+    """Apply one chunk with decays per channel, ``[H, T, K]``.
 
-    Factors between rows can't be split into one of each row, which might overflow.
+    The factor between two rows is not split into one factor per row, which might overflow.
     """
     total = decays.cumsum(1)
     faded = total.exp()
     rated = keys * rates.unsqueeze(-1)
-    # [H, T, T, K]: keys of earlier rows as later ones find them.
+    # [H, T, T, K]: keys of earlier rows, decayed up to each later row.
     found = fade_between(total).mul_(keys.unsqueeze(1))
     both = torch.matmul(found, torch.stack((rated, queries), dim=-1))
     wanted = values * rates.unsqueeze(-1) - torch.matmul(rated * faded, memory)

@@ -1,17 +1,17 @@
-"""Counts how often experts are chosen, and tells which ones should change places."""
+"""Counts how often experts are chosen, and decides which ones should swap places."""
 
 import torch
 from torch import Tensor
 
-#: Choices after which all counts are halved, per expert on average.
+#: Average choices per expert after which all counts are halved.
 _WINDOW = 256
-#: An expert in host memory takes a place on the device if it was chosen so many times as often as
-#: the one that has it, and so many times more.
+#: An expert in host memory replaces one on the device if it was chosen at least 1.5 times as often,
+#: and at least 16 times more.
 _MIN_RATIO, _MIN_EXCESS = 1.5, 16
 
 
 class ExpertUse:
-    """Recent choices of a layer's experts, by their places; older ones count ever less."""
+    """Recent choices of a layer's experts, by place; older choices count less and less."""
 
     def __init__(self, num_experts: int, resident: int) -> None:
         """The first ``resident`` places are on the device."""
@@ -27,9 +27,9 @@ class ExpertUse:
             self._total //= 2
 
     def find_swap(self) -> tuple[int, int] | None:
-        """The place on the device that is used least, and the one in host memory used most.
+        """Return the least used place on the device and the most used one in host memory.
 
-        ``None`` if they should stay as they are.
+        ``None`` if no swap pays off.
         """
         near, far = self._counts[: self._resident], self._counts[self._resident :]
         if not len(near) or not len(far):
@@ -43,7 +43,7 @@ class ExpertUse:
         return cold, self._resident + hot
 
     def swap_places(self, one: int, other: int) -> None:
-        """Two experts have changed places."""
+        """Record that the experts of two places were swapped."""
         self._counts[[one, other]] = self._counts[[other, one]]
 
     @property

@@ -1,4 +1,4 @@
-"""Row-wise operators of GPU kernels. Imports Triton, so it is imported late."""
+"""Row-wise operators as GPU kernels. Imports Triton, so it is imported late."""
 
 from dataclasses import dataclass
 
@@ -97,7 +97,7 @@ class FusedOperators:
     ) -> Tensor:
         """See :class:`~molink.stage.decoder.append_heads.AppendHeads`."""
         if norm is not None and norm.after_rotation:
-            # The kernel norms before it rotates.
+            # The kernel applies the norm before the rotation.
             separate = SeparateAppend(rotate_pairs if self.interleaved else rotate_half)
             return separate(heads, norm, angles, pool, layer, slots)
         weight = None

@@ -25,14 +25,14 @@ _ROWS = (1, 7, 33)
 _LIMIT = 7.0
 _CPU = torch.device("cpu")
 
-#: Creates a random tensor of a type and size.
+#: Creates a random tensor of a given type and size.
 _Noise = Callable[..., Tensor]
 
 
 @cache
 @torch.inference_mode()
 def check_fused_rows(shapes: TrialShapes, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the operators compute rows of ``dtype`` correctly on a GPU."""
+    """Check that the operators compute rows of ``dtype`` correctly on a GPU."""
     try:
         error = fused_rows_error(shapes, dtype, device)
     except Exception as failure:  # compilers and kernels may raise anything
@@ -45,8 +45,8 @@ def check_fused_rows(shapes: TrialShapes, dtype: torch.dtype, device: torch.devi
 
 
 def fused_rows_error(shapes: TrialShapes, dtype: torch.dtype, device: torch.device) -> float:
-    """Largest error of an operator, relative to its largest result; NaN if any is."""
-    with torch.cuda.device(device):  # where Triton launches
+    """Return the largest error relative to the operator's largest result; NaN if any is NaN."""
+    with torch.cuda.device(device):  # where Triton launches kernels
         errors = [
             (found.double().cpu() - exact).abs().max() / exact.abs().max()
             for found, exact in _compare_operators(shapes, dtype, device)
@@ -57,7 +57,7 @@ def fused_rows_error(shapes: TrialShapes, dtype: torch.dtype, device: torch.devi
 def _compare_operators(
     shapes: TrialShapes, dtype: torch.dtype, device: torch.device
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Results of the operators on ``device``, and exact ones in float64 on the CPU."""
+    """Yield results of the operators on ``device``, and exact ones in float64 on the CPU."""
     noise = partial(_create_noise, torch.Generator().manual_seed(0))
     for activation in shapes.activations:
         fused = FusedOperators(shapes.eps, 0.0, activation, _LIMIT, False, dtype)
@@ -71,7 +71,7 @@ def _compare_operators(
                 yield bounded.double() * factors, exact
     for count in _ROWS:
         yield from _compare_norms(shapes, noise, count, dtype, device)
-    # None: heads that aren't rotated.
+    # None: heads without rotation.
     rotations = ((None, False), *product(shapes.rotary, (False, True)))
     for count, (rotary, interleaved), normed in product(_ROWS, rotations, (False, True)):
         fused = FusedOperators(shapes.eps, 0.0, "silu", _LIMIT, interleaved, dtype)
@@ -83,7 +83,7 @@ def _compare_operators(
 def _compare_norms(
     shapes: TrialShapes, noise: _Noise, count: int, dtype: torch.dtype, device: torch.device
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """A norm alone, and sums with each combination of norms."""
+    """Compare a norm alone, and additions with each combination of norms."""
     fused = FusedOperators(shapes.eps, 0.0, "silu", _LIMIT, False, dtype)
     kept, exact = residual_dtype(dtype), IdentityNorm(torch.float64)
     rows, result = noise(kept, count, shapes.hidden), noise(dtype, count, shapes.hidden)
@@ -112,7 +112,7 @@ def _compare_heads(
     fused: FusedOperators,
     device: torch.device,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """All heads, and the whole KV pool, in which no other slot may change."""
+    """Compare all heads, and the whole KV pool: other slots must not change."""
     shape = shapes.attention
     queries, size = shape.groups * shape.kv_heads, shape.head_dim
     heads = noise(fused.dtype, count, queries + 2 * shape.kv_heads, size)
@@ -142,7 +142,7 @@ def _compare_heads(
 def _compare_codes(
     shapes: TrialShapes, noise: _Noise, count: int, fused: FusedOperators, device: torch.device
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """A KV pool in 8 bits, and one with torch's codes of the same rows."""
+    """Compare an 8-bit KV pool with one that has torch's codes of the same rows."""
     shape, size = shapes.attention, shapes.block_size
     heads = noise(fused.dtype, count, (shape.groups + 2) * shape.kv_heads, shape.head_dim)
     slots, blocks = torch.arange(count).flip(0), 1 + count // size

@@ -1,4 +1,4 @@
-"""Experts on a GPU: all are multiplied at once, and the host waits for nothing."""
+"""Experts on a GPU: one launch multiplies all of them, and the host never waits."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,7 +33,8 @@ class GroupedExperts:
     def run_pairs(self, rows: Tensor, experts: Tensor) -> tuple[Tensor, Tensor | None]:
         """Run each row of ``[T, hidden]`` through its experts (int32 ``[T, k]``).
 
-        Returns results ``[T * k, hidden]``, and factors (``[T * k, 1]``) that they lack.
+        Returns results ``[T * k, hidden]``, and the factors (``[T * k, 1]``) by which they must
+        still be multiplied.
         """
         top_k = experts.shape[1]
         tiles = sort_by_expert(experts, self.gate_up.num_experts, rows)
@@ -55,7 +56,7 @@ class GroupedExperts:
         return products if factors is None else products * factors
 
     def put_expert(self, slot: int, group: object) -> None:
-        """Replace an expert by the only one of ``group``."""
+        """Replace the expert at ``slot`` by the only one of ``group``."""
         assert isinstance(group, GroupedExperts), "experts of a device have one form"
         self.gate_up.put_expert(slot, group.gate_up)
         self.down.put_expert(slot, group.down)

@@ -1,7 +1,7 @@
-"""Positions by which rows of a prompt with images are rotated (M-RoPE, arXiv 2409.12191, §2.1).
+"""RoPE positions of prompts with images (M-RoPE, arXiv 2409.12191, §2.1).
 
-A row of an image has three: the image's place, its line and its column, all counted from the place.
-Text has one; an image takes as many positions as its longer side has cells.
+An image's row has three positions: the image's start, and its own line and column counted from the
+start. Text has one. An image advances the position by the number of cells along its longer side.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,14 +11,14 @@ from molink.stage.batch import SequenceRows
 
 
 def shift_after(images: Sequence[ImageSpan], position: int, cell: int) -> int:
-    """What is added to the ``position`` of text after ``images`` of cells of ``cell`` pixels."""
+    """Return the shift of the text ``position`` after ``images`` with cells of ``cell`` pixels."""
     return sum(
         max(span.height, span.width) // cell - span.count for span in images if span.end <= position
     )
 
 
 def rotated_positions(sequence: SequenceRows, cell: int) -> Iterator[tuple[int, int, int]]:
-    """Place, line and column of each row."""
+    """Yield each row's three positions: image start, line and column."""
     images = sequence.images
     for position in range(sequence.start, sequence.end):
         place = position + shift_after(images, position, cell)

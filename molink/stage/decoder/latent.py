@@ -1,8 +1,8 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, §2.1), attended in latent space.
 
-A head's key is a product of a row's latents, so its score with a query is that of the latents with
-the query times the same matrix, transposed (the paper's "absorption"). The KV cache holds the
-latents and one rotated key for all heads.
+A head's key is a matrix times a row's latents. So its score with a query equals the score of the
+latents with the query times that matrix, transposed (the paper's "absorption"). The KV cache holds
+the latents and one rotated key for all heads.
 """
 
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ from molink.stage.decoder.norm import Float32RmsNorm
 from molink.stage.linear import Projection
 from molink.stage.weights.weight_reader import WeightReader
 
-#: Of norms of latents, whatever the config says of others.
+#: Epsilon of the latents' norms; the config's epsilon applies to the other norms only.
 _NORM_EPS = 1e-6
 
 
@@ -34,9 +34,9 @@ _NORM_EPS = 1e-6
 class LatentHeads:
     """Projects rows to heads ``[T, (heads + 2) * head_dim]``: queries, a key, a value.
 
-    Each begins with what is rotated, which the value has as zeros, and ends with latents. ``down``
-    projects to queries, or to their latents, and to the key's; ``query_up`` from the former to
-    queries. ``key_up`` is ``[heads, plain_dim, rank]``.
+    Each head begins with the rotated numbers (zeros in the value) and ends with latents. ``down``
+    projects to queries or their latents, and to the key's latents and rotated numbers. ``query_up``
+    projects query latents to queries. ``key_up`` is ``[heads, plain_dim, rank]``.
     """
 
     shape: LatentShape
@@ -50,13 +50,13 @@ class LatentHeads:
         return self.expand_heads(*self.project_latents(rows)).flatten(1)
 
     def project_latents(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries of rows, or their normed latents, and latents of keys with what is rotated."""
+        """Project rows to queries (or their normed latents), key latents and the rotated key."""
         both, size = self.down(rows), self.shape.rank + self.shape.rope_dim
         first, second = both[:, :-size], both[:, -size:]
         return (first if self.query_norm is None else self.query_norm(first)), second
 
     def expand_heads(self, first: Tensor, second: Tensor) -> Tensor:
-        """Heads ``[T, heads + 2, head_dim]`` of what :meth:`project_latents` gives."""
+        """Build heads ``[T, heads + 2, head_dim]`` from the results of :meth:`project_latents`."""
         shape, (heads, _, rank) = self.shape, self.key_up.shape
         latents, turned = second[:, :rank], second[:, rank:]
         if self.query_up is not None:
@@ -78,7 +78,7 @@ class LatentHeads:
 
 @dataclass(frozen=True, slots=True)
 class LatentOutput:
-    """Projects attended heads, rows ``[T, heads * head_dim]``, to values and to rows.
+    """Projects attention outputs ``[T, heads * head_dim]`` to values, and these to rows.
 
     ``value_up`` is ``[heads, rank, value_dim]``.
     """
@@ -99,7 +99,7 @@ class LatentOutput:
 def load_latent_attention(
     reader: WeightReader, config: ModelConfig, shape: LatentShape, prefix: str
 ) -> tuple[LatentHeads, LatentOutput]:
-    """Load a layer's projections; ``prefix`` is that of its tensors."""
+    """Load a layer's projections; ``prefix`` begins the names of its tensors."""
 
     def norm(name: str) -> Float32RmsNorm:
         weight = reader.read_tensors(f"{prefix}{name}.weight", dtype=torch.float32)

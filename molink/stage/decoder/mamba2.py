@@ -22,7 +22,7 @@ class Mamba2(RecurrentMixer):
     """Weights of such a layer; small ones are float32.
 
     ``rows`` projects to gates, to values, keys and queries, and to steps. ``decays`` (negative),
-    ``step_bias`` and ``skips`` are ``[heads]``, ``norm_weight``, if any, ``[heads * head_dim]``.
+    ``step_bias`` and ``skips`` are ``[heads]``; ``norm_weight``, if any, is ``[heads * head_dim]``.
     """
 
     shape: Mamba2Shape
@@ -75,7 +75,7 @@ class Mamba2(RecurrentMixer):
         return read.addcmul_(values, self.skips.unsqueeze(-1))
 
     def _spread_groups(self, rows: Tensor) -> Tensor:
-        """Queries or keys of all heads, ``[T, heads, state_size]``."""
+        """Repeat groups' queries or keys for all heads, ``[T, heads, state_size]``."""
         grouped = rows.view(len(rows), self.shape.groups, self.shape.state_size)
         return grouped.repeat_interleave(self.shape.heads // self.shape.groups, dim=1)
 
@@ -83,7 +83,7 @@ class Mamba2(RecurrentMixer):
 def load_mamba2(
     reader: WeightReader, config: ModelConfig, shape: Mamba2Shape, layer: int, index: int
 ) -> Mamba2:
-    """Load the model's layer ``layer``, ``index``-th in the stage's pool of states."""
+    """Load the model's layer ``layer``, which has index ``index`` in the stage's state pool."""
     prefix = f"model.layers.{layer}."
 
     def read(name: str) -> Tensor:

@@ -1,4 +1,4 @@
-"""A layer's mixer: the part in which rows depend on earlier ones, by attention or by a state."""
+"""A layer's mixer: the part in which rows depend on earlier rows, through attention or a state."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ from molink.stage.state_pool import StatePool, StateRows
 
 @dataclass(frozen=True, slots=True)
 class StateContext:
-    """The states of a forward's requests, and which rows have which."""
+    """The states of a forward's requests, and the rows of each."""
 
     pool: StatePool
     rows: StateRows
@@ -28,11 +28,11 @@ class StateContext:
         update: Callable[..., Tensor],
         run: Callable[..., Tensor],
     ) -> Tensor:
-        """Apply rows to the memories of layer ``index`` in the pool; returns what they read.
+        """Apply rows to the memories of layer ``index`` in the pool; return the values read.
 
-        Of ``parts`` (``[T, heads, …]``), the third are values, of the result's shape. ``update``
-        takes memories (``[B, heads, …]``, changed in place) and parts of one row for each, ``run``
-        a memory and parts of consecutive rows.
+        ``parts`` are tensors ``[T, heads, …]``; the third has the values and the result's shape.
+        ``update`` takes memories ``[B, heads, …]``, which it changes in place, and the parts of one
+        row for each. ``run`` takes one memory and the parts of consecutive rows.
         """
         memories, rows = self.pool.memories[index], self.rows
         result = torch.empty_like(parts[2])
@@ -56,8 +56,8 @@ class ForwardContext:
     """Inputs that all layers of a forward share.
 
     ``slots`` (int64 ``[T]``) are the rows' KV slots; ``angles`` are their rotations ``[T, 1, 2,
-    rotary_dim]`` for each of the model's ropes, and behind them queries' factors ``[T, 1, 1]``, if
-    any. ``states`` are those of recurrent layers, ``adapters`` the adapters that rows have.
+    rotary_dim]`` for each of the model's ropes, followed by the queries' factors ``[T, 1, 1]``, if
+    any. ``states`` belongs to recurrent layers; ``adapters`` maps adapters to their rows.
     """
 
     pool: AnyKVPool
@@ -68,20 +68,18 @@ class ForwardContext:
     adapters: AdapterRows | None = None
 
     def require_choosing(self) -> ChoosingAttention:
-        """Attention to chosen positions.
+        """Return the backend, which must support attention to selected positions.
 
-        Raises:
-            InvariantError: the backend has none.
+        Raises: InvariantError: it does not.
         """
         if not isinstance(self.attention, ChoosingAttention):
             raise InvariantError("an attention backend can't attend to chosen positions")
         return self.attention
 
     def require_states(self) -> StateContext:
-        """The states of recurrent layers.
+        """Return the states of recurrent layers.
 
-        Raises:
-            InvariantError: the forward has none.
+        Raises: InvariantError: the forward has none.
         """
         if self.states is None:
             raise InvariantError("a recurrent layer got no states")
@@ -92,8 +90,10 @@ class Mixer(Protocol):
     """The part of a layer before its MLP."""
 
     def __call__(self, normed: Tensor, context: ForwardContext) -> Tensor:
-        """Return what is added to the rows; ``normed`` (``[T, hidden]``) are these after their
-        norm."""
+        """Return the mixer's output, which is added to the residual.
+
+        ``normed`` are the rows ``[T, hidden]`` after the layer's first norm.
+        """
 
     @property
     def capturable(self) -> bool:
@@ -104,14 +104,14 @@ class Mixer(Protocol):
         """Bytes of memory."""
 
     def with_index(self, index: int) -> "Mixer":
-        """The same weights as layer ``index`` of the KV pool, or of the pool of states."""
+        """Return the same weights for layer ``index`` of the KV pool or of the state pool."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecurrentMixer:
-    """A mixer that keeps a state of each request, as layer ``index`` of the pool of states."""
+    """A mixer with a state per request, in layer ``index`` of the state pool."""
 
-    #: A step's states are gathered by numbers that the host knows.
+    #: Not capturable: each step gathers states by slot numbers from the host.
     capturable: ClassVar[bool] = False
 
     index: int

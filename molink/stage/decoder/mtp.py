@@ -1,9 +1,9 @@
 """Multi-token prediction: a layer that predicts the token after the next.
 
-DeepSeek-V3 (arXiv 2412.19437, §2.2). A row and the embedding of the token after it become the row
-of one more layer, and from its result the model's output head reads the token after. To predict
-more tokens, the layer goes on from its own rows and tokens. As in SGLang and vLLM, it starts from
-rows after the model's last norm.
+See DeepSeek-V3 (arXiv 2412.19437, §2.2). A row and the embedding of the token after it are
+projected to the input of one more layer; the model's output head predicts the following token from
+its output. Further tokens are predicted from the layer's own rows and tokens. As in SGLang and
+vLLM, the first input is a row after the model's last norm.
 """
 
 from dataclasses import dataclass, replace
@@ -39,8 +39,10 @@ class MtpModule:
     row_first: bool
 
     def __call__(self, normed: Tensor, tokens: Tensor, context: ForwardContext) -> Tensor:
-        """Rows ``[T, hidden]`` as the output head reads them, from such rows and ``tokens`` (int64
-        ``[T]``) that follow these."""
+        """Compute rows ``[T, hidden]`` for the output head.
+
+        The input is such rows and the ``tokens`` (int64 ``[T]``) that follow them.
+        """
         wide = residual_dtype(normed.dtype)
         embedded = self.embedding.look_up(tokens).to(wide)
         if self.embedding_scale != 1.0:
@@ -56,7 +58,7 @@ class MtpModule:
         return sum(part.nbytes for part in (*norms, self.projection, self.block))
 
     def with_index(self, index: int, embedding: EmbeddingTable) -> "MtpModule":
-        """The same weights as layer ``index`` of the KV pool, with a table to share."""
+        """Return the same weights for layer ``index`` of the KV pool, with a shared embedding."""
         block = replace(self.block, mixer=self.block.mixer.with_index(index))
         return replace(self, block=block, embedding=embedding)
 
@@ -69,7 +71,7 @@ def load_mtp(
     embedding: EmbeddingTable,
     index: int,
 ) -> MtpModule:
-    """Load a module whose layer is the ``index``-th of the stage's KV pool."""
+    """Load a module whose layer has index ``index`` in the stage's KV pool."""
     token_norm, row_norm, output_norm = (
         load_norm(reader, config, operators, name) for name in mtp.norm_names
     )

@@ -1,5 +1,4 @@
-"""Root mean square norms (Zhang and Sennrich 2019) and LayerNorm (Ba et al. 2016), in the precision
-that models expect."""
+"""RMSNorm (Zhang and Sennrich 2019) and LayerNorm (Ba et al. 2016), in the models' precision."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Norm(Protocol):
-    """Normalizes rows ``[T, hidden]`` and scales them per dimension."""
+    """Normalizes rows ``[T, hidden]`` and scales each dimension."""
 
     def __call__(self, rows: Tensor) -> Tensor:
         """Return new rows in the compute type."""
@@ -25,8 +24,8 @@ class Norm(Protocol):
     def nbytes(self) -> int: ...
 
 
-#: ``rows, result, scale, post_norm, norm``: returns the rows' sum with the normed ``result`` times
-#: ``scale``, and the sum normed.
+#: Takes ``rows, result, scale, post_norm, norm``; returns the sum ``rows + scale *
+#: post_norm(result)``, and ``norm`` of the sum.
 AddResidual = Callable[[Tensor, Tensor, float, Norm, Norm], tuple[Tensor, Tensor]]
 
 
@@ -107,7 +106,7 @@ class IdentityNorm:
 
 @dataclass(frozen=True, slots=True)
 class QueryKeyNorm:
-    """Norms queries and keys in float32, per head or ``across_heads``, before or after rotation.
+    """Norms queries and keys in float32, per head or over all heads, before or after rotation.
 
     ``weight`` is float32 ``[heads + kv_heads, head_dim]``, queries first. With ``is_centered`` the
     mean is subtracted first.
@@ -138,10 +137,10 @@ class QueryKeyNorm:
 
 
 def create_norm(config: ModelConfig, weight: Tensor) -> Norm:
-    """Create a norm of torch operators from a weight ``[hidden]`` as read.
+    """Create a norm of torch operators from the stored weight ``[hidden]``.
 
-    A norm offset would vanish in a 16-bit sum, so such weights are float32. Float16 models keep
-    float32 residuals, which are normed in float32.
+    Weights with a norm offset become float32, since the offset would vanish in a 16-bit sum.
+    Float16 models have float32 residuals, which are normed in float32.
     """
     if weight.dtype == torch.float32:
         return RmsNorm(weight.add_(config.norm_offset), config.norm_eps)
@@ -154,7 +153,7 @@ def create_norm(config: ModelConfig, weight: Tensor) -> Norm:
 def add_residual(
     rows: Tensor, result: Tensor, scale: float, post_norm: Norm, norm: Norm
 ) -> tuple[Tensor, Tensor]:
-    """Add in the rows' type, which is float32 if computing in float16; see :data:`AddResidual`."""
+    """Add in the rows' type, which is float32 for float16 models; see :data:`AddResidual`."""
     result = post_norm(result)
     memory = result if result.dtype == rows.dtype else None
     rows = torch.add(rows, result, alpha=scale, out=memory)

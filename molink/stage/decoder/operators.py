@@ -1,4 +1,4 @@
-"""Row-wise operators of a layer: norms, gate, rotation; torch's, compiled or fused ones."""
+"""Row-wise operators of a layer (norms, gate, rotation): torch's, compiled or fused ones."""
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from molink.stage.cpu_kernels.rowwise import RowwiseKernels
 
 
-#: Widest rows of fused norms, which a GPU holds in registers.
+#: Maximum row width of fused norms, which hold a row in registers.
 MAX_FUSED_WIDTH = 1 << 14
 
 
@@ -50,8 +50,10 @@ def create_operators(
     device: torch.device,
     disabled_kernels: Collection[str] = (),
 ) -> RowOperators:
-    """Create operators for rows of ``dtype``: fused or compiled ones unless unsupported, wrong
-    here, or disabled."""
+    """Create operators for rows of ``dtype``.
+
+    They are fused or compiled unless that is unsupported, wrong on this device, or disabled.
+    """
     gate = create_gate(config.activation, config.activation_limit)
     turn = rotate_pairs if config.interleaved_rope else rotate_half
     allowed = "compiled-rows" not in disabled_kernels
@@ -73,7 +75,7 @@ def create_operators(
     def norm(weight: Tensor) -> Norm:
         return CompiledRmsNorm(weight.float().add_(config.norm_offset), compiled)
 
-    # Compiled code lacks interleaved RoPE and interleaved gates.
+    # Compiled operators support neither interleaved RoPE nor interleaved gates.
     if supports_gate(config.activation):
         gate = compiled.apply_gate
     return RowOperators(
@@ -86,7 +88,7 @@ def create_operators(
 
 
 def create_fused(config: ModelConfig, dtype: torch.dtype) -> RowOperators:
-    """Create operators of GPU kernels."""
+    """Create operators that are GPU kernels."""
     from molink.stage.decoder.fused import FusedOperators
 
     fused = FusedOperators.from_config(config, dtype)
@@ -100,7 +102,7 @@ def create_fused(config: ModelConfig, dtype: torch.dtype) -> RowOperators:
 
 
 def _can_fuse(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether fused operators work on ``device``; checked here, as benchmarks run no trials."""
+    """Check that fused operators work on ``device``; benchmarks run no other check."""
     if device.type != "cuda" or config.hidden_size > MAX_FUSED_WIDTH or find_triton_problem():
         return False
     from molink.stage.decoder.fused_check import check_fused_rows

@@ -1,4 +1,4 @@
-"""An MLP and experts beside each other, with norms of their own, as in Gemma 4."""
+"""An MLP and experts in parallel, each with its own norms, as in Gemma 4."""
 
 from dataclasses import dataclass
 
@@ -10,9 +10,9 @@ from molink.stage.decoder.norm import Norm
 
 @dataclass(frozen=True, slots=True)
 class PairedMlp:
-    """Adds what both return; they read rows before any norm.
+    """Adds the outputs of both, which read the residual rows.
 
-    The router of ``routed`` has the experts' first norm.
+    The router of ``routed`` contains the experts' first norm.
     """
 
     norm: Norm

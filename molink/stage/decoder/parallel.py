@@ -1,4 +1,4 @@
-"""Parts of a layer that read the same normed rows, and whose results are added."""
+"""Parts of a layer that read the same normed rows; their outputs are added."""
 
 from dataclasses import dataclass, replace
 
@@ -10,7 +10,7 @@ from molink.stage.decoder.mlp import Mlp, run_mlp
 
 @dataclass(frozen=True, slots=True)
 class ParallelMixers:
-    """Attention and a recurrent layer side by side, as in Falcon-H1."""
+    """Attention and a recurrence in parallel, as in Falcon-H1."""
 
     attention: Mixer
     recurrent: Mixer
@@ -29,14 +29,17 @@ class ParallelMixers:
         return self.attention.nbytes + self.recurrent.nbytes
 
     def with_index(self, index: int) -> "ParallelMixers":
-        """See :class:`~molink.stage.decoder.mixer.Mixer`; all layers have both."""
+        """See :class:`~molink.stage.decoder.mixer.Mixer`.
+
+        Both parts get the index, since every layer has both.
+        """
         both = self.attention.with_index(index), self.recurrent.with_index(index)
         return ParallelMixers(*both)
 
 
 @dataclass(frozen=True, slots=True)
 class ParallelMlp:
-    """A mixer with the layer's MLP beside it, as in Cohere's models, or an MLP alone (Nemotron)."""
+    """A mixer and the layer's MLP in parallel (Cohere's models), or an MLP alone (Nemotron)."""
 
     mixer: Mixer | None
     mlp: Mlp
@@ -44,7 +47,7 @@ class ParallelMlp:
     def __call__(self, normed: Tensor, context: ForwardContext) -> Tensor:
         """See :class:`~molink.stage.decoder.mixer.Mixer`.
 
-        In float16 the MLP's results are float32, and so is the sum.
+        For float16 models the MLP's output may be float32, and then so is the sum.
         """
         if self.mixer is None:
             return run_mlp(self.mlp, normed, context.adapters)

@@ -1,6 +1,6 @@
-"""Factors of queries that grow with the position, so that scores stay sharp in long contexts.
+"""Factors of queries that grow with the position, which keeps attention sharp in long contexts.
 
-Llama 4 introduced them, and Ministral 3 has them.
+Llama 4 introduced them; Ministral 3 has them, too.
 """
 
 from collections.abc import Sequence
@@ -19,10 +19,10 @@ _INITIAL_POSITIONS = 1024
 class QueryScales:
     """Factors of rows' queries, ``[T, 1, 1]`` in the compute type, from a table of positions.
 
-    It follows the ropes in a stage's list of them and has their methods.
+    It has the methods of a :class:`.Rope` and comes last in a stage's list of ropes.
     """
 
-    #: Factors of all positions are in tables; see :attr:`.Rope.table_positions`.
+    #: All positions have a table entry; see :attr:`.Rope.table_positions`.
     table_positions: None = None
 
     def __init__(self, config: QueryScaling, dtype: torch.dtype, device: torch.device) -> None:
@@ -30,12 +30,12 @@ class QueryScales:
         self._table = torch.empty(0)
 
     def compute_angles(self, positions: Tensor, sequences: Sequence[SequenceRows]) -> Tensor:
-        """Factors of rows at ``positions`` (int64 ``[T]``, on the device)."""
+        """Return factors of rows at ``positions`` (int64 ``[T]``, on the device)."""
         table = self.grow_table(max(sequence.end for sequence in sequences))
         return table.angles.index_select(0, positions)
 
     def grow_table(self, longest: int) -> AngleTable:
-        """Table of all positions below ``longest``."""
+        """Return a table of all positions below ``longest``."""
         if longest > len(self._table):
             size = max(_INITIAL_POSITIONS, 1 << (longest - 1).bit_length())
             positions = torch.arange(size) + self._config.offset

@@ -13,11 +13,11 @@ from molink.stage.linear import Projection
 
 @dataclass(frozen=True, slots=True)
 class ExpertRouter:
-    """A projection to logits of experts, and how these choose.
+    """A projection to experts' logits, and the rules to choose experts by them.
 
-    ``correction`` is float32 ``[experts]``. If it ``is_wide``, the projection is in float32. An
-    ``entry`` maps rows to those that experts read. The router may have a ``norm`` of its own, and
-    ``expert_scales`` (float32 ``[experts]``) that multiply weights.
+    ``correction`` is float32 ``[experts]``. If ``is_wide``, the projection computes in float32. An
+    ``entry`` maps rows to the experts' inputs. The router may have its own ``norm``, and
+    ``expert_scales`` (float32 ``[experts]``) that multiply the weights.
     """
 
     projection: Projection
@@ -29,7 +29,7 @@ class ExpertRouter:
     expert_scales: Tensor | None = None
 
     def compute_logits(self, rows: Tensor) -> Tensor:
-        """Logits ``[T, experts]`` of rows ``[T, hidden]``."""
+        """Return logits ``[T, experts]`` of rows ``[T, hidden]``."""
         rows = rows if self.norm is None else self.norm(rows)
         return self.projection(rows.float() if self.is_wide else rows)
 
@@ -57,14 +57,14 @@ class ExpertRouter:
         return (weights if routing.scale == 1.0 else weights * routing.scale), experts
 
     def scale_rows(self, rows: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """What experts read, and what their results are multiplied by, of rows with ``weights``."""
+        """Return the experts' input rows, and the factors of their outputs ``[T, top_k]``."""
         rows = rows if self.entry is None else self.entry(rows)
         if not self.routing.scales_input:
             return rows, weights
         return rows * weights.to(rows.dtype), torch.ones_like(weights)
 
     def choose_on_gpu(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """The same by one kernel, if it has the scoring; experts are int32."""
+        """Choose as :meth:`choose`, in one kernel if it supports the scoring; experts are int32."""
         if self.routing.scoring == "sparsemixer":
             weights, experts = self.choose(rows)
             return weights, experts.int()
@@ -83,7 +83,7 @@ class ExpertRouter:
 
 
 def _choose_in_turn(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
-    """Choose experts by ``logits`` ``[T, experts]`` one after the other; see :class:`.Routing`."""
+    """Choose experts one after the other by ``logits`` ``[T, experts]``; see :class:`.Routing`."""
     left, weights, experts = logits, [], []
     for _ in range(routing.top_k):
         best, expert = left.max(dim=-1, keepdim=True)
@@ -96,7 +96,7 @@ def _choose_in_turn(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
 
 
 def _keep_best_groups(rated: Tensor, routing: Routing) -> Tensor:
-    """Replace ratings ``[T, experts]`` outside the best groups by minus infinity."""
+    """Set scores ``[T, experts]`` outside the best groups to minus infinity."""
     grouped = rated.view(len(rated), routing.groups, -1)
     sums = grouped.topk(routing.group_voters, dim=-1).values.sum(-1)
     best = sums.topk(routing.top_groups, dim=-1).indices

@@ -1,4 +1,4 @@
-"""A projection whose outputs have constant factors."""
+"""A projection whose outputs are multiplied by constant factors."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,9 +30,9 @@ class ScaledLinear:
 def scale_outputs(
     base: Projection, sizes: Sequence[int], factors: Sequence[float], reader: WeightReader
 ) -> Projection:
-    """Give each of the consecutive groups of ``sizes`` outputs its factor.
+    """Multiply consecutive groups of ``sizes`` outputs by one factor each.
 
-    The factors have the type and device of ``reader``.
+    The factors get the dtype and device of ``reader``.
     """
     if all(factor == 1.0 for factor in factors):
         return base

@@ -23,13 +23,13 @@ from molink.stage.weights.weight_reader import WeightReader
 
 @dataclass(frozen=True, slots=True)
 class SelfAttention:
-    """Weights of a layer's attention; q, k, v are one projection.
+    """Weights of a layer's attention; q, k and v are one projection.
 
-    ``rope`` is its index in ``angles``, if it rotates. ``qk_norm`` and ``sinks`` (float32
-    ``[heads]``) are optional. With ``gated_heads``, a gate follows each head's query; with
-    ``scales_queries`` the last of ``angles`` are their factors. With ``copies_keys`` values are the
-    keys as projected; a ``value_norm`` adds that number to their mean square. Unless all layers
-    have like heads, it isn't ``capturable``.
+    ``rope`` is the layer's index in ``angles``, if it has RoPE. ``qk_norm`` and ``sinks`` (float32
+    ``[heads]``) are optional. With ``gated_heads``, a gate follows each head's query. With
+    ``scales_queries``, the last of ``angles`` has the queries' factors. With ``copies_keys``, the
+    projected keys also serve as values. ``value_norm`` is the epsilon of the values' norm, if they
+    have one. ``capturable`` requires equal heads in all layers.
     """
 
     index: int
@@ -78,7 +78,11 @@ class SelfAttention:
         return replace(self, index=index)
 
     def _split_gates(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows ``[T, (heads + 2 * kv_heads) * head_dim]`` and weights ``[T, heads * head_dim]``."""
+        """Split the gates off.
+
+        Returns rows ``[T, (heads + 2 * kv_heads) * head_dim]`` and the gates' sigmoids ``[T, heads
+        * head_dim]``.
+        """
         size = self.heads * self.head_dim
         both = rows[:, : 2 * size].view(len(rows), self.heads, 2, self.head_dim)
         queries, gates = both.unbind(2)
@@ -93,7 +97,7 @@ def load_attention(
     layer: int,
     index: int,
 ) -> SelfAttention:
-    """Load the attention of the model's layer ``layer``, ``index``-th in the stage's KV pool."""
+    """Load attention of the model's layer ``layer``, which has index ``index`` in the KV pool."""
     prefix = config.layer_prefix(layer)
     qkv, output = _load_projections(reader, config, layer)
     shape = config.head_shape(layer)
@@ -119,7 +123,7 @@ def load_attention(
 def _load_projections(
     reader: WeightReader, config: ModelConfig, layer: int
 ) -> tuple[Projection, Projection]:
-    """Load the projections of rows to heads, and of attended heads to rows."""
+    """Load the projections from rows to heads, and from attention outputs to rows."""
     prefix = config.layer_prefix(layer)
     if config.latent is not None:
         return load_latent_attention(reader, config, config.latent, prefix)

@@ -1,4 +1,4 @@
-"""A layer with a gated convolution of few rows instead of attention (LFM2)."""
+"""A layer with a gated convolution over few rows instead of attention (LFM2)."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ from molink.stage.weights.weight_reader import WeightReader
 
 @dataclass(frozen=True, slots=True)
 class ShortConv(RecurrentMixer):
-    """Weights of such a layer; ``rows`` projects to both gates and to what is convolved."""
+    """Weights of such a layer; ``rows`` projects to both gates and to the convolution's input."""
 
     rows: Projection
     conv: CausalConv
@@ -33,7 +33,7 @@ class ShortConv(RecurrentMixer):
 def load_short_conv(
     reader: WeightReader, shape: ShortConvShape, layer: int, index: int
 ) -> ShortConv:
-    """Load the model's layer ``layer``, ``index``-th in the stage's pool of states."""
+    """Load the model's layer ``layer``, which has index ``index`` in the stage's state pool."""
     prefix, biased = f"model.layers.{layer}.", shape.is_biased
     return ShortConv(
         index=index,

@@ -1,7 +1,7 @@
-"""Latent attention to chosen positions (DeepSeek-V3.2, arXiv 2512.02556, §2.1).
+"""Latent attention to selected positions (DeepSeek-V3.2, arXiv 2512.02556, §2.1).
 
-The index key of a position is a part of its key in the KV cache, between the rotated numbers and
-the latents; the other parts' queries have zeros there.
+A position's index key is stored in its KV cache entry, between the rotated numbers and the latents;
+attention's own queries have zeros there.
 """
 
 from dataclasses import dataclass, replace
@@ -27,13 +27,13 @@ from molink.stage.decoder.rotary import rotate_half, rotate_pairs
 from molink.stage.linear import PlainLinear, Projection
 from molink.stage.weights.weight_reader import WeightReader
 
-#: Of norms of index keys.
+#: Epsilon of the index keys' norm.
 _NORM_EPS = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
 class TokenIndex:
-    """Makes index keys and queries; ``weigh`` projects rows to weights of the latter.
+    """The indexer: makes index keys and queries; ``weigh`` projects rows to the queries' weights.
 
     ``norm_weight`` and ``norm_bias`` are float32 ``[dim]``.
     """
@@ -46,7 +46,7 @@ class TokenIndex:
     weigh: PlainLinear
 
     def make_keys(self, rows: Tensor, angles: Tensor) -> Tensor:
-        """Index keys ``[T, dim]`` of rows ``[T, hidden]``."""
+        """Return index keys ``[T, dim]`` of rows ``[T, hidden]``."""
         keys = self.key(rows).float()
         keys = layer_norm(keys, keys.shape[1:], self.norm_weight, self.norm_bias, _NORM_EPS)
         return self._rotate(keys.to(rows.dtype).unsqueeze(1), angles).squeeze(1)
@@ -54,7 +54,10 @@ class TokenIndex:
     def choose(
         self, rows: Tensor, query_latents: Tensor, angles: Tensor, part: slice
     ) -> TokenChoice:
-        """What rows ``[T, hidden]`` choose by; index keys are ``part`` of keys."""
+        """Return index queries and weights by which rows ``[T, hidden]`` select positions.
+
+        ``part`` locates the index key within a cached key.
+        """
         shape = self.shape
         queries = self.query(query_latents).view(len(rows), shape.heads, shape.dim)
         weights = self.weigh(rows).float() * (shape.dim * shape.heads) ** -0.5
@@ -73,8 +76,11 @@ class TokenIndex:
 
 @dataclass(frozen=True, slots=True)
 class SparseLatentAttention:
-    """Weights of a layer's attention; ``rope`` is the index in ``angles`` of queries' and keys'
-    angles, which those of index queries and keys follow."""
+    """Weights of a layer's attention.
+
+    ``rope`` is the index in ``angles`` of the queries' and keys' rotation; the rotation of index
+    queries and keys is the next one.
+    """
 
     capturable: ClassVar[bool] = True
 
@@ -116,7 +122,7 @@ def load_sparse_attention(
     layer: int,
     index: int,
 ) -> SparseLatentAttention:
-    """Load the attention of the model's layer ``layer``, ``index``-th in the stage's KV pool."""
+    """Load attention of the model's layer ``layer``, which has index ``index`` in the KV pool."""
     prefix, rope = f"model.layers.{layer}.", config.rope_index(layer)
     assert shape.index is not None
     assert rope is not None, "latent attention has RoPE"
@@ -127,7 +133,7 @@ def load_sparse_attention(
         key=reader.load_projection([prefix + INDEX_KEY_NAME], False),
         norm_weight=reader.read_tensors(f"{prefix}{INDEX_NORM_NAME}.weight", dtype=torch.float32),
         norm_bias=reader.read_tensors(f"{prefix}{INDEX_NORM_NAME}.bias", dtype=torch.float32),
-        # Never quantized: small errors would change the chosen positions.
+        # Never quantized: small errors would change the selected positions.
         weigh=PlainLinear(reader.read_tensors(f"{prefix}{INDEX_WEIGHT_NAME}.weight")),
     )
     return SparseLatentAttention(index, rope, heads, tokens, output, append_heads)

@@ -1,8 +1,8 @@
-"""Experts of which some lie in host memory, where the CPU runs them while the device goes on.
+"""Experts split between the device and host memory, where the CPU runs them concurrently.
 
-The device routes rows; the host reads the choice back with the rows, launches the experts on the
-device, and runs its own meanwhile. Each row's results are added in the order of its choice, as if
-all experts were in one place.
+The device routes rows. The host reads back the chosen experts and the rows, launches the experts on
+the device, and runs its own experts meanwhile. Each row's results are added in the order of its
+choice, as if all experts were in one place.
 """
 
 from collections.abc import Callable
@@ -18,15 +18,15 @@ from molink.stage.decoder.mlp import ExpertList, Mlp, SharedExpertMlp, add_weigh
 from molink.stage.decoder.router import ExpertRouter
 from molink.stage.device_copy import Download, begin_download, upload_tensor
 
-#: Loads an expert for the device, as a group of its own, and another one for host memory.
+#: Loads one expert for the device, as a group of its own, and another for host memory.
 ReloadExperts = Callable[[int, int], tuple[ExpertList | GroupedExperts, Mlp]]
 
 
 @dataclass(frozen=True, slots=True)
 class RoutedRows:
-    """Rows ``[T, hidden]`` with the weights of their experts, on the device.
+    """Rows ``[T, hidden]`` and the weights of their experts, on the device.
 
-    ``download`` brings the experts (``[T, top_k]``) and the rows to the host.
+    ``download`` copies the experts (``[T, top_k]``) and the rows to the host.
     """
 
     rows: Tensor
@@ -38,9 +38,9 @@ class RoutedRows:
 class SplitExpertMlp:
     """Experts that a router chooses, in two groups.
 
-    ``ranks`` (int64 ``[experts]``, on the host) are the experts' places: first those of the
+    ``ranks`` (int64 ``[experts]``, on the host) maps experts to places: first those of the
     ``resident`` group, then those of the ``host`` group, which computes in ``host_dtype``. Results
-    are of type ``result_dtype``. Without ``reload`` both groups have experts in the same form.
+    have type ``result_dtype``. Without ``reload`` both groups keep experts in the same form.
     """
 
     #: Each forward reads the chosen experts back from the device.
@@ -59,13 +59,13 @@ class SplitExpertMlp:
         return self.finish(self.route(rows))
 
     def route(self, rows: Tensor) -> RoutedRows:
-        """Choose experts; what is launched next doesn't delay :meth:`finish`."""
+        """Choose experts and start their download; later launches don't delay :meth:`finish`."""
         weights, experts = self.router.choose(rows)
         rows, weights = self.router.scale_rows(rows, weights.to(rows.dtype))
         return RoutedRows(rows, weights, begin_download([experts, rows]))
 
     def finish(self, routed: RoutedRows) -> Tensor:
-        """Run the chosen experts; returns rows ``[T, hidden]``."""
+        """Run the chosen experts; return rows ``[T, hidden]``."""
         experts, host_rows = routed.download.wait()
         ranks = self.ranks[experts.flatten()]
         order = ranks.argsort()  # (row, expert) pairs sorted by group and expert
@@ -86,7 +86,7 @@ class SplitExpertMlp:
         return add_weighted(torch.cat(parts)[moved[near:]], routed.weights)
 
     def swap_next(self) -> bool:
-        """Let an expert that is used more change places with one on the device, if any is.
+        """Swap an expert in host memory with a less used one on the device, if any.
 
         Returns whether it did. Call it between steps.
         """
@@ -121,7 +121,7 @@ class SplitExpertMlp:
 
 @dataclass(frozen=True, slots=True)
 class SharedSplitMlp(SharedExpertMlp):
-    """The shared expert runs while the host reads which experts are chosen."""
+    """Runs the shared expert while the host reads back the chosen experts."""
 
     routed: SplitExpertMlp
 

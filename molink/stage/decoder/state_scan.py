@@ -1,18 +1,18 @@
 """The recurrence of Mamba-2 (state space duality, arXiv 2405.21060, §6), in float32.
 
 A head's memory ``S`` maps keys (``B`` there) to values. A row with key ``k``, value ``v`` and decay
-``a`` fades it and adds to it, and is read by a query (``C``):
+``a`` decays it, adds to it, and reads it by a query (``C``):
 
     S ← a S + k v;  the row reads q S
 
-Decays are given by their logarithms. Several rows are computed together in chunks: within a chunk
-as attention with decays, and between chunks through ``S``.
+Decays are given as logarithms. Rows are computed in chunks: within a chunk as attention with
+decays, and between chunks through ``S``.
 """
 
 import torch
 from torch import Tensor
 
-#: Rows of a chunk.
+#: Rows per chunk.
 _CHUNK_ROWS = 64
 
 
@@ -22,7 +22,7 @@ def update_states(
     """Apply one row to each of ``memories`` (``[B, H, K, V]``), in place.
 
     ``queries`` and ``keys`` are ``[B, H, K]``, ``values`` ``[B, H, V]``, ``decays`` ``[B, H]``.
-    Returns what the rows read, ``[B, H, V]``.
+    Returns the values read, ``[B, H, V]``.
     """
     memories.mul_(decays.exp()[..., None, None])
     memories.addcmul_(keys.unsqueeze(-1), values.unsqueeze(-2))
@@ -35,7 +35,7 @@ def scan_chunks(
     """Apply consecutive rows to one ``memory`` (``[H, K, V]``), in place.
 
     ``queries`` and ``keys`` are ``[T, H, K]``, ``values`` ``[T, H, V]``, ``decays`` ``[T, H]``.
-    Returns what the rows read, ``[T, H, V]``.
+    Returns the values read, ``[T, H, V]``.
     """
     parts = (torch.split(part, _CHUNK_ROWS) for part in (queries, keys, values, decays))
     read = [
@@ -48,8 +48,8 @@ def scan_chunks(
 def _scan_chunk(
     memory: Tensor, queries: Tensor, keys: Tensor, values: Tensor, decays: Tensor
 ) -> Tensor:
-    """The same for a chunk whose tensors begin with heads, as the result does."""
-    total = decays.cumsum(-1)  # [H, T]: since the chunk's start
+    """Apply one chunk; heads are the first dimension of all tensors and of the result."""
+    total = decays.cumsum(-1)  # [H, T]: summed since the chunk's start
     read = torch.matmul(queries * total.exp().unsqueeze(-1), memory)
     between = fade_between(total)
     read += torch.matmul(torch.matmul(queries, keys.transpose(-1, -2)).mul_(between), values)
@@ -60,9 +60,9 @@ def _scan_chunk(
 
 
 def fade_between(total: Tensor) -> Tensor:
-    """Factors by which rows have faded at later ones, ``[H, T, T, …]``; 0 at earlier ones.
+    """Return the decay from each earlier row to each later row, ``[H, T, T, …]``; otherwise 0.
 
-    ``total`` (``[H, T, …]``) are sums of logarithms of decays up to each row.
+    ``total`` (``[H, T, …]``) has the sums of logarithms of decays up to each row.
     """
     rows, others = total.shape[1], (None,) * (total.dim() - 2)
     later = torch.ones(rows, rows, dtype=torch.bool, device=total.device).triu_(1)

@@ -1,4 +1,4 @@
-"""Where weights are read from, and what multiplies by them."""
+"""Sources of weights, and the operators that use them."""
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -14,7 +14,7 @@ from molink.stage.weights.weight_reader import WeightReader
 
 @dataclass(frozen=True, slots=True)
 class OpenedWeights:
-    """An open reader, and the operators of its device and type."""
+    """An open reader, and operators for its device and dtype."""
 
     reader: WeightReader
     operators: RowOperators
@@ -22,7 +22,7 @@ class OpenedWeights:
 
 @dataclass(frozen=True, slots=True)
 class WeightSource:
-    """A checked folder whose weights go to ``device`` for computation in ``dtype``.
+    """A checked model folder whose weights are loaded to ``device`` for computation in ``dtype``.
 
     ``quantize`` and ``disabled_kernels`` are as in :meth:`molink.stage.stage.Stage.load_layers`.
     """
@@ -35,7 +35,7 @@ class WeightSource:
 
     @contextmanager
     def open_weights(self) -> Iterator[OpenedWeights]:
-        """Map the files for as long as weights are read.
+        """Map the files while weights are being read.
 
         Raises:
             UsageError: the checkpoint is quantized differently.

@@ -12,23 +12,23 @@ from molink.stage.device_copy import upload_integers
 from molink.stage.linear.base import Projection
 from molink.stage.linear.dense import PlainLinear
 
-#: Adapters of a batch with their rows (int64 ``[n]``, on the device); ``None`` means all rows.
+#: A batch's adapters with their rows (int64 ``[n]``, on the device); ``None`` means all rows.
 AdapterRows = Sequence[tuple[int, Tensor | None]]
 
 
 @dataclass(frozen=True, slots=True)
 class LowRankUpdate:
-    """What an adapter adds to a projection's outputs, which may have several parts (q, k and v).
+    """An adapter's update of a projection's outputs, which may have several parts (q, k and v).
 
-    ``down`` stacks the parts' ``A``, so that one product gives the latents of all. Each of ``ups``
-    is a part's scaled ``B`` with the first output that it changes.
+    ``down`` stacks the parts' ``A``, so that one product computes all latents. Each of ``ups`` is a
+    part's scaled ``B`` with the index of the first output that it changes.
     """
 
     down: PlainLinear
     ups: tuple[tuple[int, PlainLinear], ...]
 
     def compute_parts(self, rows: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """What is added to the outputs of ``rows``, each ``[T, n]`` with its first output."""
+        """Compute the updates for ``rows``, each ``[T, n]`` with the index of its first output."""
         ranks = [up.weight.shape[1] for _, up in self.ups]
         latents = torch.split(self.down(rows), ranks, dim=1)
         for (first, up), part in zip(self.ups, latents, strict=True):
@@ -42,9 +42,9 @@ class LowRankUpdate:
 
 @dataclass(frozen=True, slots=True)
 class AdaptedLinear:
-    """A projection with the ``updates`` of each adapter that changes it, by its number.
+    """A projection with the ``updates`` of each adapter that changes it, by adapter number.
 
-    Called as any projection, it gives only outputs of the ``base``; see :func:`apply_projection`.
+    A plain call computes only the outputs of ``base``; see :func:`apply_projection`.
     """
 
     base: Projection
@@ -54,7 +54,7 @@ class AdaptedLinear:
         return self.base(rows)
 
     def apply_adapters(self, rows: Tensor, adapters: AdapterRows) -> Tensor:
-        """Outputs ``[T, out]`` with each adapter's updates in its rows."""
+        """Return outputs ``[T, out]`` with each adapter's updates in its rows."""
         result = self.base(rows)
         for number, chosen in adapters:
             update = self.updates.get(number)
@@ -75,14 +75,14 @@ class AdaptedLinear:
 
 
 def apply_projection(projection: Projection, rows: Tensor, adapters: AdapterRows | None) -> Tensor:
-    """Outputs ``[T, out]`` of a projection for rows of which some may have adapters."""
+    """Return a projection's outputs ``[T, out]``; some rows may have adapters."""
     if adapters is None or not isinstance(projection, AdaptedLinear):
         return projection(rows)
     return projection.apply_adapters(rows, adapters)
 
 
 def group_by_adapter(sequences: Sequence[SequenceRows], device: torch.device) -> AdapterRows | None:
-    """Rows of a batch by adapter; ``None`` if no sequence has one."""
+    """Group a batch's rows by adapter; ``None`` if no sequence has one."""
     numbers = {sequence.adapter for sequence in sequences}
     if numbers == {0}:
         return None

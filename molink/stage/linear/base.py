@@ -8,7 +8,7 @@ from torch.nn.functional import pad
 
 from molink.facts.dtypes import WeightDType
 
-#: Tolerances of products, relative to the largest result: the type's rounding, and sums.
+#: Tolerances of products relative to the largest result, for rounding and summation errors.
 PRODUCT_TOLERANCES: dict[WeightDType, float] = {"f32": 1e-5, "f16": 2e-3, "bf16": 2**-7}
 
 
@@ -37,8 +37,8 @@ class EmbeddingTable(Protocol):
 def pad_rows(rows: Tensor) -> Tensor:
     """Pad ``rows`` with zeros to one of few row counts.
 
-    oneDNN compiles a kernel of about 0.5 MB per shape and caches 1024 of them: with micro-batches
-    of every size, a worker's memory grew by a quarter over 500 requests.
+    oneDNN compiles a kernel of about 0.5 MB per shape and caches 1024 of them. With micro-batches
+    of all sizes, a worker's memory grew by a quarter over 500 requests.
     """
     count = len(rows)
     if count <= 16:
@@ -48,15 +48,15 @@ def pad_rows(rows: Tensor) -> Tensor:
 
 
 def total_bytes(*tensors: Tensor | None) -> int:
-    """Bytes of the given tensors."""
+    """Return the bytes of the given tensors."""
     return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
-#: Offset between the random numbers of neighbouring rows.
+#: Offset between the random numbers of consecutive rows.
 _ROW_SHIFT = 7
 
 
 def make_random_weight(out: int, width: int, generator: torch.Generator) -> Tensor:
-    """Create a test weight float32 ``[out, width]``; rows share shifted numbers, for speed."""
+    """Create a float32 test weight ``[out, width]``; rows are shifted copies, for speed."""
     drawn = torch.randn(out * _ROW_SHIFT + width, generator=generator)
     return drawn.as_strided((out, width), (_ROW_SHIFT, 1)).contiguous()

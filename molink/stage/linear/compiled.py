@@ -43,7 +43,7 @@ class CompiledLinear:
         weight_dtype: torch.dtype,
         bias: Tensor | None,
     ) -> "CompiledLinear | None":
-        """Create one to be filled part by part; ``None`` if parts don't fit blocks."""
+        """Create an empty projection to fill part by part; ``None`` if parts don't fit blocks."""
         some = torch.zeros(PART_ROWS, shape[1], dtype=weight_dtype)
         if not product.supports_weight(some) or shape[0] % PART_ROWS:
             return None
@@ -52,7 +52,7 @@ class CompiledLinear:
         return cls(product, weight, torch.zeros(shape[0]) if bias is None else bias.float())
 
     def put_rows(self, first: int, part: Tensor) -> None:
-        """Store rows from ``first`` on, both multiples of :data:`PART_ROWS`."""
+        """Store rows from ``first`` on; both numbers are multiples of :data:`PART_ROWS`."""
         packed = self.product.pack_weight(part)
         start = first * len(packed) // len(part)
         self.weight[start : start + len(packed)] = packed
@@ -69,7 +69,7 @@ class CompiledLinear:
         return self.product(self.weight, rows, self.bias)
 
     def look_up(self, tokens: Tensor) -> Tensor:
-        """Rows ``[tokens, hidden]`` of an embedding."""
+        """Look up rows ``[tokens, hidden]`` of an embedding."""
         return self.product.gather_columns(self.weight, tokens)
 
     @property
@@ -87,9 +87,9 @@ class BlockLinear:
     product: "BlockMatMul | IntegerBlockMatMul"
     weight: Tensor
     bias: Tensor
-    #: Type of rows and results; the product may use another one.
+    #: Type of rows and results; the product may compute in another one.
     dtype: torch.dtype
-    #: Permutation of input columns, if the weight's are reordered.
+    #: Permutation of input columns, if the weight's columns are reordered.
     column_order: Tensor | None = None
 
     @classmethod
@@ -128,7 +128,7 @@ class BlockLinear:
         return found.to(self.dtype)
 
     def is_finite(self, first: int, last: int) -> bool:
-        """Whether all numbers of rows ``first … last - 1`` are finite."""
+        """Check that all numbers of rows ``first … last - 1`` are finite."""
         columns = self.product.columns
         part = self.weight[first // columns : last // columns]
         return has_finite_numbers(self.product.form, part, columns)
@@ -140,7 +140,7 @@ class BlockLinear:
 
 @dataclass(frozen=True, slots=True)
 class ConcatenatedLinear:
-    """Projections of the same rows with concatenated outputs, for mixed weight types."""
+    """Several projections of the same rows with concatenated outputs, for mixed weight types."""
 
     parts: tuple[Projection, ...]
 

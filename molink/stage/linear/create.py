@@ -1,6 +1,6 @@
-"""Chooses the projection on a device, and times it.
+"""Chooses and times the projections of a device.
 
-Those of int8 and nf4 weights are made in :mod:`molink.stage.linear.quantized`.
+:mod:`molink.stage.linear.quantized` creates those of int8 and nf4 weights.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from molink.stage.cpu_kernels.block_matmul import BlockMatMul
     from molink.stage.cpu_kernels.matmul import MatMul
 
-#: Formats with which integer products are timed; of codebooks the most expensive one.
+#: Formats with which integer products are timed; the most expensive one stands for codebooks.
 _TIMED_FORMATS: dict[KernelName, BlockFormat] = {
     "int8-rows": BLOCK_FORMATS["q4_k"],
     "int8-rows-8bit": BLOCK_FORMATS["q8_0"],
@@ -47,7 +47,7 @@ _TIMED_FORMATS: dict[KernelName, BlockFormat] = {
 
 @dataclass(frozen=True, slots=True)
 class ProjectionFactory:
-    """Creates projections for rows of ``dtype``: compiled, else oneDNN-packed, else plain."""
+    """Creates projections for rows of ``dtype``, preferably compiled, then oneDNN's, then plain."""
 
     dtype: torch.dtype
     #: For bf16 weights; a float16 product is compiled on demand.
@@ -55,9 +55,9 @@ class ProjectionFactory:
     packs_onednn: bool = False
     #: Whether quantized weights stay quantized.
     keeps_blocks: bool = False
-    #: Where they are packed in planes; ``None`` on a CPU.
+    #: The device on which they are packed in bit planes; ``None`` on a CPU.
     planes_device: torch.device | None = None
-    #: Where all experts of a layer are multiplied at once; ``None`` if they aren't.
+    #: The device that multiplies by all experts of a layer at once; ``None`` if none does.
     experts_device: torch.device | None = None
     #: Products of quantized weights that round rows to 8 bits.
     integer_kernels: frozenset[str] = frozenset()
@@ -69,7 +69,7 @@ class ProjectionFactory:
         device: torch.device,
         disabled_kernels: Collection[str] = (),
     ) -> "ProjectionFactory":
-        """Find the preferred implementations; nothing is timed (see :func:`slow_kernels`)."""
+        """Find the preferred implementations without timing them (see :func:`slow_kernels`)."""
         if device.type != "cpu":
             works = not find_planes_problem(device)
             keeps = works and "gguf-blocks" not in disabled_kernels
@@ -156,10 +156,7 @@ class ProjectionFactory:
     def create_empty(
         self, shapes: Sequence[tuple[int, int]], weight_dtype: torch.dtype, bias: Tensor | None
     ) -> CompiledLinear | None:
-        """Create a projection to be filled with stacked weights, part by part.
-
-        ``None`` if unsupported.
-        """
+        """Create a projection to fill with stacked weights, part by part, if supported."""
         product = self._find_product(weight_dtype)
         if product is None or any(rows % PART_ROWS for rows, _ in shapes):
             return None
@@ -182,7 +179,7 @@ class ProjectionFactory:
 @cache
 @torch.inference_mode()
 def slow_kernels(dtype: torch.dtype, device: torch.device) -> tuple[KernelName, ...]:
-    """Time kernels on ``device``; return those to disable because their fallback is faster."""
+    """Time kernels on ``device``; return those to disable, whose fallback is faster."""
     compiled = ProjectionFactory.probe_device(dtype, device)
     if compiled.product is None:
         return ()
@@ -200,7 +197,7 @@ def slow_kernels(dtype: torch.dtype, device: torch.device) -> tuple[KernelName, 
 
 
 def integer_kernel(form: BlockFormat) -> KernelName:
-    """Kernel for weights in ``form`` and rows rounded to 8 bits."""
+    """Return the kernel for weights in ``form`` and rows rounded to 8 bits."""
     if form.codebook:
         return "int8-rows-codebook"
     return "int8-rows-8bit" if form.bits == 8 else "int8-rows"
@@ -209,7 +206,10 @@ def integer_kernel(form: BlockFormat) -> KernelName:
 @cache
 @torch.inference_mode()
 def has_slow_integers(dtype: torch.dtype, kernel: KernelName) -> bool:
-    """Time an integer product with quantized weights; whether that with full rows is faster."""
+    """Return whether full-precision rows are faster than an integer product.
+
+    Times both with quantized weights.
+    """
     form, threads = _TIMED_FORMATS[kernel], torch.get_num_threads()
     integers = create_integer_matmul(form, dtype, threads)
     usual = create_block_matmul(form, dtype, threads)

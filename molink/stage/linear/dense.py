@@ -1,4 +1,4 @@
-"""Unquantized projections: torch's, and prepacked for oneDNN."""
+"""Unquantized projections: torch's, and those prepacked for oneDNN."""
 
 from dataclasses import dataclass
 
@@ -22,7 +22,7 @@ class PlainLinear:
         return linear(rows, self.weight, self.bias)
 
     def look_up(self, tokens: Tensor) -> Tensor:
-        """Rows ``[tokens, hidden]`` of an embedding."""
+        """Look up rows ``[tokens, hidden]`` of an embedding."""
         return embedding(tokens, self.weight)
 
     @property
@@ -32,7 +32,7 @@ class PlainLinear:
 
 @dataclass(frozen=True, slots=True)
 class PackedLinear:
-    """A bf16 projection in oneDNN's blocked layout: half the time with few rows.
+    """A bf16 projection in oneDNN's blocked layout, which halves the time of few rows.
 
     ``packed`` is opaque; the plain weight is dropped.
     """

@@ -1,4 +1,4 @@
-"""Projections of all experts of a layer on a GPU, stacked."""
+"""Stacked projections of all experts of a layer on a GPU."""
 
 from dataclasses import dataclass
 
@@ -11,10 +11,10 @@ from molink.stage.linear.base import total_bytes
 
 @dataclass(frozen=True, slots=True)
 class ExpertLinear:
-    """A projection of each expert.
+    """One projection per expert.
 
-    ``weight`` is ``[experts * out, in]``, in the rows' type or in planes; ``bias`` is ``[experts *
-    out]``.
+    ``weight`` is ``[experts * out, in]``, in the rows' type or in bit planes; ``bias`` is
+    ``[experts * out]``.
     """
 
     weight: Tensor | BlockPlanes
@@ -22,11 +22,11 @@ class ExpertLinear:
     num_experts: int
 
     def __call__(self, rows: Tensor, tiles: ExpertTiles, shared: int) -> Tensor:
-        """Multiply rows ``[pairs / shared, in]`` by their experts' weights, ``[pairs, out]``."""
+        """Multiply rows ``[pairs / shared, in]`` by their experts' weights, to ``[pairs, out]``."""
         return multiply_experts(self.weight, rows, self.bias, tiles, self.num_experts, shared)
 
     def put_expert(self, slot: int, other: "ExpertLinear") -> None:
-        """Overwrite an expert with the only one of ``other``."""
+        """Overwrite the expert at ``slot`` with the only one of ``other``."""
         if isinstance(self.weight, BlockPlanes):
             assert isinstance(other.weight, BlockPlanes)
             self.weight.copy_rows(slot * other.weight.layout.shape[0], other.weight)

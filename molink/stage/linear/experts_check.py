@@ -1,4 +1,4 @@
-"""Compares a GPU's mixtures of experts with float64 on the CPU."""
+"""Compares experts on a GPU with float64 on the CPU."""
 
 import logging
 import math
@@ -22,13 +22,13 @@ from molink.stage.torch_dtypes import DTYPE_NAMES
 
 log = logging.getLogger(__name__)
 
-#: Experts of products, those of a row, and their outputs, which end within a tile.
+#: Experts, experts per row, and outputs, which don't fill their last tile.
 _EXPERTS, _TOP_K, _OUTPUTS = 5, 2, 80
 _USUAL_ROUTING = Routing(num_experts=_EXPERTS, top_k=_TOP_K, renormalize=True)
-#: Rows, for each size of a tile.
+#: Numbers of rows, one for each tile size.
 _ROWS = (1, 12, 40, 100)
 _ROUTED_ROWS = 33
-#: Steps from one logit to the next integer, so that bf16 holds them.
+#: Steps per integer between logits, few enough for bf16.
 _LOGIT_STEPS = 16
 _ROUTING_TOLERANCE = 1e-5
 
@@ -42,9 +42,9 @@ def check_experts(
     dtype: torch.dtype,
     device: torch.device,
 ) -> bool:
-    """Whether experts with weights of ``columns`` are right on a device.
+    """Check that experts with weights of ``columns`` columns are correct on a device.
 
-    ``form`` is that of planes, ``None`` for weights of ``dtype``.
+    ``form`` is the format of bit planes, ``None`` for weights of ``dtype``.
     """
     try:
         right = routing_error(routing, dtype, device) <= _ROUTING_TOLERANCE
@@ -61,7 +61,7 @@ def check_experts(
 def experts_error(
     form: BlockFormat | None, columns: int, dtype: torch.dtype, device: torch.device
 ) -> float:
-    """Largest error of experts' products and sums, relative to the largest; NaN if any is."""
+    """Return the largest error relative to the largest product or sum; NaN if any is NaN."""
     generator = torch.Generator().manual_seed(0)
     every = 1 if form is None else form.shared_rows
     outputs = -(-_OUTPUTS // every) * every
@@ -74,12 +74,12 @@ def experts_error(
         part = draw_codes(form, stacked, generator)
         weight = BlockPlanes.pack_blocks(PlaneLayout(form, stacked), [part], device)
         values = dequantize_codes(form, part)
-    # Results are about as large as weights, at any width: they must fit float16.
+    # Scale rows so that results are about as large as weights at any width, and fit float16.
     bias = torch.randn(stacked[0], generator=generator).mul(float(values.std())).to(dtype)
     errors = []
     for count in _ROWS:
         rows = torch.randn(count, columns, generator=generator).mul(columns**-0.5).to(dtype)
-        # The last expert has no row.
+        # The last expert gets no row.
         logits = torch.randn(count, _EXPERTS, generator=generator)
         logits[:, -1] = -torch.inf
         weights, experts = choose_experts(logits.to(device, dtype), _USUAL_ROUTING, None)
@@ -103,9 +103,10 @@ def experts_error(
 
 
 def routing_error(routing: Routing, dtype: torch.dtype, device: torch.device) -> float:
-    """Largest error of a weight; infinite if other experts are chosen, or are sorted wrongly."""
+    """Return the largest error of a weight; infinite if experts are chosen or sorted wrongly."""
     generator, num_experts = torch.Generator().manual_seed(0), routing.num_experts
-    # Scores are equal, and chosen in order, or so far apart that no rounding changes the choice.
+    # Scores are either equal, and chosen in order, or too far apart for rounding to change the
+    # choice.
     drawn = torch.randn(_ROUTED_ROWS, num_experts, generator=generator)
     logits = drawn.mul_(_LOGIT_STEPS).round_().div_(_LOGIT_STEPS).to(dtype)
     correction = None
@@ -116,7 +117,7 @@ def routing_error(routing: Routing, dtype: torch.dtype, device: torch.device) ->
     weights, experts = choose_experts(logits.to(device), routing, moved)
     if not torch.equal(experts.long().cpu(), wanted):
         return math.inf
-    # Few and many pairs are sorted in different ways.
+    # Few and many pairs are sorted by different code.
     for count in (1, _ROUTED_ROWS):
         if not _is_sorted(experts[:count], num_experts, logits[:count].to(device)):
             return math.inf
@@ -126,7 +127,7 @@ def routing_error(routing: Routing, dtype: torch.dtype, device: torch.device) ->
 def _choose_exactly(
     logits: Tensor, routing: Routing, correction: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """As :func:`.choose_experts` in float64; equal scores are in the order of experts."""
+    """Choose as :func:`.choose_experts`, in float64; equal scores keep the order of experts."""
 
     def rank(values: Tensor) -> Tensor:
         return values.sort(dim=-1, descending=True, stable=True).indices

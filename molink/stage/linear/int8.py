@@ -1,11 +1,11 @@
 """Projections with int8 weights and a scale per output row.
 
 Weights are as in LLM.int8(): ``w = q * scale / 127``. Rows are quantized, too, since only integer
-products are fast, but not to 8 bits: one large activation would erase the others of its row (the
-reason for that paper's outliers, which have data-dependent shapes). Each row is the sum of two int8
-planes, ``x = (high + low / 254) * peak / 127``, which pass through one product as twice as many
-rows: precise to 1/65000 of the row's peak, free in memory-bound decode, and as expensive as bf16 in
-prefill.
+products are fast. But 8 bits would not do: one large activation would erase the others of its row,
+which is why that paper separates outliers, at the price of data-dependent shapes. Each row is the
+sum of two int8 planes, ``x = (high + low / 254) * peak / 127``, which go through one product as
+twice as many rows. This is precise to 1/65000 of the row's peak, free in memory-bound decode, and
+as expensive as bf16 in prefill.
 """
 
 from dataclasses import dataclass
@@ -16,15 +16,15 @@ from torch import Tensor
 
 from molink.stage.linear.base import pad_rows, total_bytes
 
-#: Steps of the high plane on either side of zero, and of the low plane within one of them.
+#: Steps of the high plane on either side of zero, and of the low plane within one high step.
 _COARSE_STEPS = 127
 _FINE_STEPS = 254
-#: Rows multiplied at once, which bounds float32 temporaries. A GPU takes whole steps, since
-#: launches dominate.
+#: Rows multiplied at once, which bounds float32 temporaries. A GPU multiplies all rows of a step,
+#: since launches dominate.
 _CPU_ROWS, _GPU_ROWS = 128, 1024
 #: Scale of an all-zero row.
 _MIN_SCALE = 1e-30
-#: cuBLASLt needs multiples of this.
+#: cuBLASLt needs dimensions that are multiples of this.
 _CUBLAS_MULTIPLE = 4
 #: Beyond this width 32-bit sums could overflow.
 MAX_INT8_WIDTH = 2**16
@@ -34,7 +34,7 @@ class IntegerProduct(Protocol):
     """Multiplies planes by a projection's weights."""
 
     def __call__(self, planes: Tensor) -> Tensor:
-        """Float32 ``[R, out]`` of integers (as float32, ``[R, in]``, at most 127 each)."""
+        """Multiply integers (float32 ``[R, in]``, at most 127 each) to float32 ``[R, out]``."""
 
     @property
     def nbytes(self) -> int:
@@ -59,7 +59,7 @@ class OneDnnProduct:
         return cls(torch.ops.onednn.qlinear_prepack(weight, None), scales / _COARSE_STEPS, zeros)
 
     def __call__(self, planes: Tensor) -> Tensor:
-        shifted = planes.add_(128).to(torch.uint8)  # oneDNN is slow with signed rows
+        shifted = planes.add_(128).to(torch.uint8)  # oneDNN is slow for signed rows
         product: Tensor = torch.ops.onednn.qlinear_pointwise(
             shifted, 1.0, 128, self.packed, self.steps, self.zeros,
             None, 1.0, 0, torch.float32, "none", [], "",
@@ -145,9 +145,9 @@ def quantize_int8(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.inference_mode()
 def has_onednn_int8() -> bool:
-    """Try whether a CPU multiplies integers exactly, including extremes.
+    """Try whether the CPU multiplies integers exactly, including extremes.
 
-    The operators are not public API, and without VNNI pairs of products saturate in 16 bits.
+    The operators are not public API, and without VNNI, pairs of products saturate at 16 bits.
     """
     weight = torch.tensor([[127] * 64, [-127] * 64, [*range(64)]], dtype=torch.int8)
     planes = torch.tensor([[127.0] * 64, [-127.0] * 64, [float(x) for x in range(64)]])

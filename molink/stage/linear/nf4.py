@@ -1,8 +1,8 @@
 """Projections with nf4 weights: 4-bit normal floats in blocks of 64 of the flattened weight.
 
-bitsandbytes is imported late, and without the ``kernels`` package: on a CPU with AVX512-BF16 it
-would use that to download compiled code from the Hugging Face hub at import. If something else
-imported bitsandbytes before, downloaded code is dropped.
+bitsandbytes is imported late, and without the ``kernels`` package, through which it would download
+compiled code from the Hugging Face hub on CPUs with AVX512-BF16. If bitsandbytes was already
+imported, the downloaded code is dropped.
 """
 
 import logging
@@ -28,7 +28,7 @@ NF4_VALUES = (
     0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
-#: Format in which devices multiply by such weights in place, if rows are whole blocks.
+#: Format in which devices multiply by nf4 weights in place, if rows consist of whole blocks.
 NF4_FORMAT = BlockFormat(4, 0, NF4_BLOCK, NF4_BLOCK, number_dtype="f32", codebook=NF4_VALUES)
 #: Output rows that the CPU kernel processes together.
 _ROW_GROUP = 32
@@ -59,10 +59,10 @@ class CudaNf4Linear:
 
 @dataclass(frozen=True, slots=True)
 class PackedNf4Linear:
-    """CPU projection with AVX512-BF16: a third of the time of bf16 with one row, equal at 16.
+    """CPU projection with AVX512-BF16: a third of bf16's time with one row, equal at 16 rows.
 
     ``packed`` is uint8 ``[out, in / 2]`` in the kernel's order, ``scales`` bf16 ``[in / 64, out]``
-    (rounded by 0.2 %; nf4 itself is off by 9 %).
+    (rounding error 0.2 %; nf4's own error is 9 %).
     """
 
     packed: Tensor
@@ -78,8 +78,8 @@ class PackedNf4Linear:
         out, width = shape
         ordered = torch.empty(out, width // 2, dtype=torch.uint8)
         for first in range(0, out, _ROW_GROUP):
-            # A byte has two neighbours of a row; the kernel wants rows 0-15 of a group in low
-            # halves and rows 16-31 in high ones.
+            # A stored byte has two neighbours of a row; the kernel needs rows 0-15 of a group in
+            # the low halves and rows 16-31 in the high halves.
             given = packed.view(out, width // 2)[first : first + _ROW_GROUP].t()  # [in / 2, 32]
             both = torch.stack((given >> 4, given & 15), -1)  # [in / 2, 32, 2]
             low, high = both.reshape(width // 2, 2, _ROW_GROUP).unbind(1)
@@ -115,7 +115,7 @@ def supports_shape(shape: tuple[int, int]) -> bool:
 def has_nf4_kernel() -> bool:
     """Try whether bitsandbytes' undocumented CPU kernel works."""
     if avx2_only():
-        return False  # bitsandbytes detects the CPU by itself
+        return False  # bitsandbytes detects the CPU itself
     load_library()
     shape = (2 * _ROW_GROUP, 2 * NF4_BLOCK)
     weight = torch.linspace(-1, 1, shape[0] * shape[1]).sin().view(shape)

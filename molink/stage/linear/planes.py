@@ -18,7 +18,7 @@ class PlanesLinear:
     bias: Tensor | None
     #: Type of rows and results.
     dtype: torch.dtype
-    #: Permutation of input columns, if the weight's are reordered.
+    #: Permutation of input columns, if the weight's columns are reordered.
     column_order: Tensor | None = None
 
     def __call__(self, rows: Tensor) -> Tensor:
@@ -26,11 +26,11 @@ class PlanesLinear:
         return multiply_blocks(self.planes, given, self.bias)
 
     def look_up(self, tokens: Tensor) -> Tensor:
-        """Rows ``[tokens, hidden]`` of an embedding."""
+        """Look up rows ``[tokens, hidden]`` of an embedding."""
         return dequantize_rows(self.planes, 0, len(tokens), self.dtype, tokens)
 
     def is_finite(self, first: int, last: int) -> bool:
-        """Whether all numbers of rows ``first … last - 1`` are finite."""
+        """Check that all numbers of rows ``first … last - 1`` are finite."""
         return self.planes.is_finite(first, last)
 
     @property

@@ -21,16 +21,17 @@ from molink.stage.torch_dtypes import DTYPE_NAMES, TORCH_DTYPES
 
 log = logging.getLogger(__name__)
 
-#: Outputs, which end within a tile.
+#: Number of outputs, which don't fill their last tile.
 _OUTPUTS = 80
-#: Rows: of each way of a kernel, and in tiles that end within the rows; splits of the columns.
+#: Numbers of rows, for each variant of the kernel and with partly filled tiles, and splits of the
+#: columns.
 _ROWS, _SPLITS = (1, 5, 33), (1, 2)
 
 
 def check_all_planes(
     planes: Iterable[tuple[BlockFormat, int]], dtype: torch.dtype, device: torch.device
 ) -> bool:
-    """Whether weights of these formats and columns stay low-bit on a GPU."""
+    """Check that weights of these formats and columns can stay low-bit on a GPU."""
     return not find_planes_problem(device) and all(
         check_planes(form, columns, dtype, device) for form, columns in planes
     )
@@ -39,7 +40,7 @@ def check_all_planes(
 @cache
 @torch.inference_mode()
 def check_planes(form: BlockFormat, columns: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether products of rows of ``dtype`` with weights of ``columns`` are right on a device."""
+    """Check products of rows of ``dtype`` with weights of ``columns`` columns on a device."""
     try:
         error = planes_error(form, columns, dtype, device)
     except Exception as failure:  # compilers and kernels may raise anything
@@ -54,9 +55,10 @@ def check_planes(form: BlockFormat, columns: int, dtype: torch.dtype, device: to
 def planes_error(
     form: BlockFormat, columns: int, dtype: torch.dtype, device: torch.device
 ) -> float:
-    """Largest error with a weight of ``columns`` in planes, relative to the largest result.
+    """Return the largest error of a weight in bit planes, relative to the largest result.
 
-    Products in both ways, and looked-up rows, are compared. NaN if any is.
+    Compares products by both variants of the kernel, and looked-up rows. NaN if any result is NaN.
+    The weight has ``columns`` columns.
     """
     generator = torch.Generator().manual_seed(0)
     outputs = -(-_OUTPUTS // form.shared_rows) * form.shared_rows
@@ -67,7 +69,7 @@ def planes_error(
     def compare(found: Tensor, exact: Tensor) -> None:
         errors.append((found.double().cpu() - exact).abs().max() / exact.abs().max())
 
-    # Results are about as large as weights, at any width: they must fit float16.
+    # Scale rows so that results are about as large as weights at any width, and fit float16.
     size, shrink = float(weight.std()), columns**-0.5
     bias = torch.randn(outputs, generator=generator).mul(size).to(dtype)
     for count in _ROWS:
@@ -83,7 +85,7 @@ def planes_error(
 
 
 def draw_codes(form: BlockFormat, shape: tuple[int, int], generator: torch.Generator) -> BlockCodes:
-    """Random codes and numbers of a weight of ``shape`` ``[out, in]``."""
+    """Draw random codes and numbers of a weight of ``shape`` ``[out, in]``."""
     rows, blocks = shape[0], shape[1] // form.block
 
     def integers(low: int, high: int, size: int) -> Tensor:
@@ -111,7 +113,7 @@ def draw_codes(form: BlockFormat, shape: tuple[int, int], generator: torch.Gener
 
 
 def dequantize_codes(form: BlockFormat, part: BlockCodes) -> Tensor:
-    """The weight float64 ``[out, in]``."""
+    """Dequantize to a float64 weight ``[out, in]``."""
     eight = torch.float8_e4m3fn if form.is_float else torch.int8
     codes = (part.codes.view(eight) if form.bits == 8 else part.codes).double() - form.offset
     if form.codebook:

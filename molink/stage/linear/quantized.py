@@ -1,6 +1,6 @@
-"""Quantized weights that are filled part by part, and their fastest projection.
+"""Quantized weights that are filled part by part, and the fastest projection for them.
 
-Only one part at a time is in full precision.
+Only one part at a time exists in full precision.
 """
 
 import logging
@@ -42,9 +42,9 @@ from molink.stage.linear.unpacked import UnpackedLinear, rows_per_unpack
 
 log = logging.getLogger(__name__)
 
-#: Tolerance relative to the largest result: half of bf16's rounding, and that of shorter sums.
+#: Tolerance relative to the largest result, for bf16's rounding and the errors of sums.
 TOLERANCE = 0.015
-#: Output rows compared, in how many places.
+#: Output rows compared, and the number of places where they lie.
 _COMPARED, _PARTS = 64, 4
 
 
@@ -65,7 +65,7 @@ class QuantizedWeight:
     def create_empty(
         cls, mode: Quantize, shape: tuple[int, int], device: torch.device
     ) -> "QuantizedWeight":
-        """Create one to be filled."""
+        """Create an empty weight to fill."""
         elements = shape[0] * shape[1]
         if mode == "int8":
             data = torch.empty(shape, dtype=torch.int8, device=device)
@@ -91,7 +91,7 @@ class QuantizedWeight:
             target.copy_(made)
 
     def read_blocks(self, group: int) -> Iterator[BlockCodes]:
-        """The weight in groups, as :func:`quantized_format` has them, in slices of rows."""
+        """Read the weight in the groups of :func:`quantized_format`, in slices of rows."""
         step = rows_per_repack(self.shape[1])
         for first in range(0, self.shape[0], step):
             data, scales = self.row_slices(first, min(first + step, self.shape[0]))
@@ -104,9 +104,9 @@ class QuantizedWeight:
 
 
 def quantized_format(mode: Quantize, width: int, *, on_gpu: bool) -> BlockFormat:
-    """Format in which a device multiplies by weights ``[out, width]`` in place.
+    """Return the format in which a device multiplies by weights ``[out, width]`` in place.
 
-    On a CPU int8 rows have groups, which repeat the row's scale.
+    On a CPU an int8 row consists of groups, which repeat its scale.
     """
     if mode == "int8":
         group = width if on_gpu else find_group(width) or width
@@ -118,8 +118,8 @@ def quantized_format(mode: Quantize, width: int, *, on_gpu: bool) -> BlockFormat
 class QuantizedProjectionFactory:
     """Creates projections of quantized weights for one device and row type.
 
-    ``blocks`` multiplies in place. ``int8`` and ``nf4``: whether fast products of libraries work
-    there. Other weights are unpacked.
+    ``blocks`` multiplies in place. ``int8`` and ``nf4`` say whether fast products of libraries work
+    on the device. Other weights are dequantized on each call.
     """
 
     int8: bool
@@ -151,14 +151,14 @@ class QuantizedProjectionFactory:
         )
 
     def find_format(self, mode: Quantize, shape: tuple[int, int]) -> BlockFormat | None:
-        """Format in which a weight ``[out, in]`` is multiplied in place; ``None`` if it isn't."""
+        """Return the format in which a weight ``[out, in]`` is multiplied in place, if it is."""
         if self.blocks is None:
             return None
         form = quantized_format(mode, shape[1], on_gpu=self.blocks.planes_device is not None)
         return form if self.blocks.keeps_format(form, shape) else None
 
     def create_projection(self, weight: QuantizedWeight, bias: Tensor | None) -> Projection:
-        """Create the fastest projection; it takes over ``weight``."""
+        """Create the fastest projection, which takes ownership of ``weight``."""
         on_gpu = weight.data.device.type == "cuda"
         form = self.find_format(weight.mode, weight.shape)
         if form is not None and self.blocks is not None:
@@ -184,7 +184,7 @@ class QuantizedProjectionFactory:
 @cache
 @torch.inference_mode()
 def has_slow_blocks(dtype: torch.dtype, mode: Quantize) -> bool:
-    """Time a CPU's products in place, with rows in full precision; whether others are faster."""
+    """Time a CPU's in-place products of full-precision rows; return whether others are faster."""
     cpu = torch.device("cpu")
     usual = QuantizedProjectionFactory.probe_device(mode, dtype, cpu)
     in_place = replace(usual, blocks=ProjectionFactory.probe_device(dtype, cpu, INTEGER_KERNELS))
@@ -209,10 +209,10 @@ def relative_error(
     device: torch.device,
     shapes: Sequence[tuple[int, int]] = ((96, 256),),
 ) -> float:
-    """Greatest difference to dequantized random weights, relative to the largest result.
+    """Return the largest error with random weights, relative to the largest result.
 
-    NaN if a product has any. The reference is float64 torch on the CPU, for some outputs of weights
-    ``[out, in]``.
+    NaN if a product contains NaN. The reference is torch in float64 on the CPU, for some outputs of
+    weights ``[out, in]``.
     """
     held = [shape for shape in shapes if can_hold(mode, [shape])]
     errors = [_shape_error(factory, mode, dtype, device, shape) for shape in held]
@@ -243,7 +243,7 @@ def _shape_error(
 
 
 def _sample_rows(weight: QuantizedWeight) -> tuple[Tensor, Tensor]:
-    """Some rows of a weight, and their float64 values."""
+    """Choose some rows of a weight; return them and their float64 values."""
     indices, parts = [], []
     for first in range(0, weight.shape[0], _sample_stride(weight.shape[0])):
         last = min(weight.shape[0], first + _COMPARED)
@@ -259,19 +259,19 @@ def _sample_rows(weight: QuantizedWeight) -> tuple[Tensor, Tensor]:
 
 
 def _sample_stride(out: int) -> int:
-    """Distance between compared rows, aligned to nf4 blocks."""
+    """Return the distance between compared rows, aligned to nf4 blocks."""
     return -(-max(out // _PARTS, _COMPARED) // NF4_BLOCK) * NF4_BLOCK
 
 
 @torch.inference_mode()
 def _is_correct(mode: Quantize, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether a GPU's fast product is correct."""
+    """Check a GPU's fast product."""
     try:
         error = relative_error(QuantizedProjectionFactory(True, True), mode, dtype, device)
     except Exception as error_of_kernel:  # kernels may raise anything
         log.warning("no fast %s products: %s", mode, error_of_kernel)
         return False
-    # NaN fails, too.
+    # NaN also fails.
     if not error <= TOLERANCE:
         log.warning("no fast %s products: results are off by %g", mode, error)
         return False

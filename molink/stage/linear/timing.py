@@ -1,4 +1,4 @@
-"""Times projections beside their fallback."""
+"""Times projections against their fallbacks."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -8,11 +8,11 @@ from torch import Tensor
 
 #: Acceptable slowdown with many rows (CPUs with AMX beat compiled products).
 _MAX_SLOWDOWN = 1.1
-#: Trial matrices: with one row enough to exceed caches; with many rows compute dominates.
+#: Trial matrices: together they exceed caches with one row, and compute dominates with many rows.
 TRIED, _TRIED_MANY, _REPEATED = 8, 2, 5
 COLUMNS, DEPTH, _MANY = 4096, 1024, 64
-#: Trials that a kernel must lose to count as slow: one is not enough, since on a busy CPU noise
-#: would decide.
+#: Trials that a kernel must lose to count as slow; a single one would be decided by noise on a busy
+#: CPU.
 _TRIALS = 3
 
 #: Projections ``[…, DEPTH]`` → ``[…, COLUMNS]``, :data:`TRIED` of each kind, called with ``rows``.
@@ -20,7 +20,7 @@ Sides = Sequence[Sequence[Callable[..., Tensor]]]
 
 
 def is_slower(sides: Sides, dtype: torch.dtype) -> bool:
-    """Whether the first of two kinds is slower than the second, for rows of ``dtype``."""
+    """Return whether the first of two kinds is slower than the second, for rows of ``dtype``."""
     for _ in range(_TRIALS):
         few, many = time_sides(sides, dtype)
         if few < 1 and many < _MAX_SLOWDOWN:
@@ -29,9 +29,9 @@ def is_slower(sides: Sides, dtype: torch.dtype) -> bool:
 
 
 def time_sides(sides: Sides, dtype: torch.dtype) -> tuple[float, float]:
-    """Time of the first kind relative to the second, with one row and with many.
+    """Return the first kind's time relative to the second's, with one row and with many.
 
-    Uses the fastest of alternating runs.
+    Both use the fastest of alternating runs.
     """
     ratios = []
     for count, tried in ((1, TRIED), (_MANY, _TRIED_MANY)):

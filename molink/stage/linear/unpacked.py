@@ -16,7 +16,7 @@ from molink.stage.linear.nf4 import dequantize_nf4
 
 #: Weights dequantized at once: 1 MiB in bf16, which stays in cache.
 _MAX_WEIGHTS = 2**19
-#: Parts begin at nf4 blocks, whatever the width.
+#: Parts begin at nf4 blocks at any width.
 _ROW_MULTIPLE = NF4_BLOCK
 
 
@@ -61,5 +61,5 @@ class UnpackedLinear:
 
 
 def rows_per_unpack(width: int) -> int:
-    """Rows ``[…, width]`` to quantize or dequantize at once."""
+    """Return how many rows ``[…, width]`` to quantize or dequantize at once."""
     return max(1, _MAX_WEIGHTS // (width * _ROW_MULTIPLE)) * _ROW_MULTIPLE

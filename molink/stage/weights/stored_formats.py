@@ -38,7 +38,7 @@ def unpack_low_bit(
     shape: tuple[int, int],
     read: Callable[[str], Tensor],
 ) -> Iterator[tuple[int, Tensor]]:
-    """Dequantize the weight ``name`` to float32 ``[…, in]`` in slices, each with its first row.
+    """Dequantize the weight ``name`` in slices; yield each one's first row and float32 ``[…, in]``.
 
     ``scales`` names its scales, ``shape`` is ``[out, in]``; ``read`` returns stored tensors.
     """
@@ -91,7 +91,7 @@ def read_low_bit_blocks(
         last = min(first + step, rows)
         codes = _unpack_numbers(scheme, numbers, first, last)[:, :width]
         if scheme.bits == 8 and scheme.layout != "plain":
-            codes = codes - _default_zero_point(scheme)  # 8-bit block codes are signed
+            codes = codes - _default_zero_point(scheme)  # 8-bit codes of blocks are signed
         codes = codes.view(torch.int8) if form.is_float else codes.to(torch.int8)
         if order is not None:
             codes = codes[:, order]
@@ -116,7 +116,7 @@ def _unpack_float4(
     shape: tuple[int, int],
     read: Callable[[str], Tensor],
 ) -> Iterator[tuple[int, Tensor]]:
-    """:func:`unpack_low_bit` of 4-bit floats."""
+    """Unpack 4-bit floats as :func:`unpack_low_bit`."""
     numbers, scale = read(scheme.numbers_name(name)), read(scales)
     divisor = read(scheme.global_scale_name(name)) if scheme.layout == "nvfp4" else 1
     step = rows_per_unpack(shape[1])
@@ -136,7 +136,7 @@ def _read_float4_blocks(
     shape: tuple[int, int],
     read: Callable[[str], Tensor],
 ) -> Iterator[BlockCodes]:
-    """:func:`read_low_bit_blocks` of 4-bit floats: a block is a row, and has the tensor's scale."""
+    """Read blocks as :func:`read_low_bit_blocks`: one per row, with the tensor's scale."""
     numbers, steps = read(scheme.numbers_name(name)), read(scales).view(torch.uint8)
     whole = torch.ones(1)
     if scheme.layout == "nvfp4":
@@ -145,7 +145,7 @@ def _read_float4_blocks(
 
 
 def _cut_float4_blocks(numbers: Tensor, steps: Tensor, whole: Tensor) -> Iterator[BlockCodes]:
-    """Blocks of bytes ``numbers [out, in / 2]``, ``steps [out, groups]`` and a scale of all."""
+    """Make blocks of ``numbers [out, in / 2]``, ``steps [out, groups]`` and a common scale."""
     step = packed_rows(2 * numbers.shape[1])
     for first in range(0, len(numbers), step):
         found = numbers[first : first + step]
@@ -157,21 +157,21 @@ def _cut_float4_blocks(numbers: Tensor, steps: Tensor, whole: Tensor) -> Iterato
 def read_column_order(
     scheme: LowBitScheme, name: str, width: int, read: Callable[[str], Tensor]
 ) -> tuple[int, ...]:
-    """Columns ordered by group; empty if they already are."""
+    """Return the columns ordered by group; empty if they already are."""
     if not scheme.has_column_order or scheme.count_groups(width) == 1:
         return ()
     return tuple(read(scheme.order_name(name)).argsort(stable=True).tolist())
 
 
 def _default_zero_point(scheme: LowBitScheme) -> int:
-    """Zero point of weights without zero points."""
+    """Return the implied zero point of weights that store none."""
     return 1 << scheme.bits - 1
 
 
 def _read_groups(
     scheme: LowBitScheme, name: str, width: int, read: Callable[[str], Tensor]
 ) -> Tensor | None:
-    """Group of each column; ``None`` if groups are equal and consecutive."""
+    """Return each column's group; ``None`` if groups are equally large and consecutive."""
     columns = scheme.scale_block[1] or width
     if scheme.has_column_order and scheme.count_groups(width) > 1:
         return read(scheme.order_name(name)).long()
@@ -198,7 +198,7 @@ def _unpack_zero_points(scheme: LowBitScheme, stored: Tensor, first: int, last: 
     """Unpack zero points ``[n, groups]``."""
     words = stored if scheme.layout == "packed" else stored.T
     zeros = _unpack_words(scheme, words, first, last)
-    # GPTQ stores one less, modulo the number's range.
+    # GPTQ stores zero points minus one, modulo the range of numbers.
     return zeros.add(1).bitwise_and_(_number_mask(scheme)) if scheme.layout == "gptq" else zeros
 
 
@@ -241,8 +241,9 @@ ReadStored = Callable[[str], Tensor]
 def fill_quantized(
     weight: QuantizedWeight, first: int, name: str, shape: tuple[int, int], read: ReadStored
 ) -> None:
-    """Store a bitsandbytes weight ``name`` of ``shape`` (``[out, in]``) at row ``first`` of
-    ``weight``.
+    """Copy the bitsandbytes weight ``name`` to row ``first`` of ``weight``.
+
+    ``shape`` is ``[out, in]``.
 
     Raises:
         BrokenModel: invalid scales or state.
@@ -285,7 +286,7 @@ _SCALE_BIAS = 127
 def read_expert_rows(
     stack: StackedExpert, mapped: Callable[[str], Tensor], step: int
 ) -> Iterator[tuple[int, Tensor]]:
-    """Read rows of an expert's tensor, about ``step`` at a time, each slice with its first row."""
+    """Read an expert's tensor in slices of about ``step`` rows; yield each with its first row."""
     parts = [mapped(name)[stack.index] for name in stack.names]
     if stack.is_mxfp4:
         width = parts[1].shape[1] * MXFP4_BLOCK
@@ -302,13 +303,15 @@ def read_expert_rows(
 def read_expert_blocks(
     stack: StackedExpert, mapped: Callable[[str], Tensor]
 ) -> Iterator[BlockCodes]:
-    """Read an expert's MXFP4 weight in blocks, without loss: a block is a row."""
+    """Read an expert's MXFP4 weight in blocks, without loss; a block is a row."""
     blocks, steps = (mapped(name)[stack.index] for name in stack.names)
     yield from _cut_float4_blocks(blocks.flatten(1), steps, torch.ones(1))
 
 
 def unpack_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Float32 ``[out, in]`` of uint8 ``blocks [out, in / 32, 16]`` and ``scales [out, in / 32]``.
+    """Dequantize an MXFP4 weight to float32 ``[out, in]``.
+
+    ``blocks`` is uint8 ``[out, in / 32, 16]``, ``scales`` uint8 ``[out, in / 32]``.
 
     A scale of 255 means NaN.
     """
@@ -318,7 +321,7 @@ def unpack_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
 
 
 def _unpack_pairs(blocks: Tensor) -> Tensor:
-    """Float32 ``[out, groups, group]`` of uint8 ``[out, groups, group / 2]``."""
+    """Unpack uint8 ``[out, groups, group / 2]`` to float32 ``[out, groups, group]``."""
     # One lookup per byte, for both values, takes a sixth of the time.
     both = _byte_pairs().index_select(0, blocks.reshape(-1).int()).view(blocks.shape)
     return both.view(torch.float32)
@@ -326,7 +329,7 @@ def _unpack_pairs(blocks: Tensor) -> Tensor:
 
 @cache
 def _byte_pairs() -> Tensor:
-    """Both float32 values of each byte as one int64: ``[256]``."""
+    """Return both float32 values of each byte as one int64: ``[256]``."""
     values = torch.tensor(E2M1_VALUES)
     pairs = torch.stack((values.repeat(16), values.repeat_interleave(16)), dim=-1)
     return pairs.view(torch.int64).view(-1)

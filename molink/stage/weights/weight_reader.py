@@ -52,12 +52,12 @@ from molink.stage.weights.stored_formats import (
     unpack_low_bit,
 )
 
-#: Weights packed at once.
+#: Number of weights packed at once.
 _MAX_PACKED_WEIGHTS = 2**20
 
 
 class WeightReader:
-    """Reads tensors into a dtype on a device; files are mapped while the reader is open.
+    """Reads tensors in a dtype to a device; files are mapped while the reader is open.
 
     Results own their memory. ``quantize`` applies to layer projections of unquantized checkpoints.
     """
@@ -133,7 +133,7 @@ class WeightReader:
         return rows, nbytes // kind.nbytes * kind.block_size
 
     def _read_rows(self, name: str, step: int) -> Iterator[tuple[int, Tensor]]:
-        """Read rows of a tensor as numbers in slices of about ``step``, each with its first row."""
+        """Read a tensor as numbers in slices of about ``step`` rows, each with its first row."""
         stack, scheme = self._find_stack(name), self._low_bit_scheme(name)
         if stack is not None:
             yield from read_expert_rows(stack, self._map_tensor, step)
@@ -156,23 +156,24 @@ class WeightReader:
             )
 
     def _find_stack(self, name: str) -> StackedExpert | None:
-        """Find an expert's tensor in a stack."""
+        """Find the stack that holds an expert's tensor."""
         return find_stack(name, self._folder.tensors)
 
     def _low_bit_scheme(self, name: str) -> LowBitScheme | None:
-        """Low-bit scheme in which a weight is stored, if any."""
+        """Return the low-bit scheme in which a weight is stored, if any."""
         scheme = self._folder.config.low_bit
         if scheme is None or not name.startswith(LAYER_PREFIXES):
             return None
         return scheme if scheme.is_stored(name, self._folder.tensors) else None
 
     def _find_packed(self, name: str) -> GgmlType | None:
-        """Type of GGUF blocks in which a tensor is stored, if any."""
+        """Return the type of GGUF blocks in which a tensor is stored, if any."""
         return find_packed(name, self._folder.tensors)
 
     def load_projection(self, names: Sequence[str], biased: bool) -> Projection:
-        """Load projections ``names`` (without ``.weight``) merged into one, with concatenated
-        outputs, and what adapters add to them.
+        """Load projections ``names`` (without ``.weight``) as one with concatenated outputs.
+
+        Adapters' updates of them are loaded, too.
 
         Raises:
             BrokenModel: as :meth:`read_tensors`.
@@ -189,7 +190,7 @@ class WeightReader:
     def _load_update(
         self, names: Sequence[str], adapter: Adapter, number: int
     ) -> LowRankUpdate | None:
-        """What an adapter adds to merged projections; ``None`` if nothing, as to an output head."""
+        """Load an adapter's update of merged projections; ``None`` if it has none."""
         downs, ups, first = [], [], 0
         for name in names:
             if not name.startswith("model.layers."):
@@ -198,7 +199,7 @@ class WeightReader:
             changed = adapter.find_module(module, int(layer))
             if changed is not None:
                 down, up = adapter_tensor_names(name, number)
-                # Scaled before it is rounded.
+                # Scale before rounding.
                 scaled = self.read_tensors(up, dtype=torch.float32).mul_(changed.scale)
                 rounded = scaled.to(self.dtype)
                 self._check_finite(up, rounded)
@@ -231,7 +232,7 @@ class WeightReader:
     ) -> ExpertLinear | None:
         """Load a projection of each expert, merged from its ``names``, with stacked outputs.
 
-        ``None`` if the device doesn't multiply by all at once. Raises as :meth:`load_projection`.
+        ``None`` if the device can't multiply by all at once. Raises as :meth:`load_projection`.
         """
         if self._projections.experts_device is None:
             return None
@@ -246,7 +247,7 @@ class WeightReader:
         else:
             layouts = {self._resident_layout(name) for name in every}
             form, order = next(iter(layouts))
-            # Experts whose columns are permuted differ in their order.
+            # Experts with permuted columns have different permutations.
             is_uniform = len(quantized) == len(layouts) == 1 and not order
         if not is_uniform:
             return None
@@ -261,7 +262,7 @@ class WeightReader:
             made = self._projections.create_quantized(form, shape, chain.from_iterable(parts), None)
         else:
             made = self._load_blocks(form, every, None)
-        assert isinstance(made, PlanesLinear)  # as everywhere on a GPU
+        assert isinstance(made, PlanesLinear)  # the form of all low-bit weights on a GPU
         return ExpertLinear(made.planes, bias, count)
 
     def _load_plain(self, names: Sequence[str], bias: Tensor | None) -> Projection:
@@ -274,7 +275,7 @@ class WeightReader:
     def _load_in_parts(
         self, names: Sequence[str], weight_dtype: torch.dtype, bias: Tensor | None
     ) -> CompiledLinear | None:
-        """Check and pack part by part while in cache; ``None`` if unsupported."""
+        """Check and pack part by part, while each is in cache; ``None`` if unsupported."""
         if any(
             self._find_stack(name) or self._low_bit_scheme(name) or self._find_packed(name)
             for name in names
@@ -314,7 +315,7 @@ class WeightReader:
         )
 
     def _resident_format(self, name: str) -> BlockFormat | None:
-        """Format in which a weight stays on the device, if it stays quantized."""
+        """Return the format in which a weight stays on the device, if it stays quantized."""
         tensors, scheme = self._folder.tensors, self._folder.config.low_bit
         low_bit = scheme or self._find_packed(name) or self._find_stack(name)
         if not self._projections.keeps_blocks or not low_bit:
@@ -324,7 +325,7 @@ class WeightReader:
         return form if form and self._projections.keeps_format(form, (rows, width)) else None
 
     def _resident_layout(self, name: str) -> tuple[BlockFormat | None, tuple[int, ...]]:
-        """The same with the order of its columns, if they are permuted."""
+        """Return that format with the order of the weight's columns, if they are permuted."""
         form, scheme = self._resident_format(name), self._low_bit_scheme(name)
         if form is None or scheme is None:
             return form, ()
@@ -366,7 +367,7 @@ class WeightReader:
         )
 
     def _weight_dtype(self, names: Sequence[str]) -> torch.dtype:
-        """Type in which weights are kept, by :mod:`molink.facts.dtypes`."""
+        """Return the type in which weights are kept, by :mod:`molink.facts.dtypes`."""
         stored = {
             "U8"
             if self._low_bit_scheme(name) or self._find_packed(name)
@@ -381,7 +382,7 @@ class WeightReader:
         return self._projections.keeps_dtype(TORCH_DTYPES[narrow])
 
     def _stored_dtype(self, name: str) -> str:
-        """Stored type of a tensor that is not in GGUF blocks."""
+        """Return the stored type of a tensor that is not in GGUF blocks."""
         stack = self._find_stack(name)
         return self._folder.tensors[name if stack is None else stack.names[0]].dtype
 
@@ -389,7 +390,7 @@ class WeightReader:
         if self._mode == "none" or not names[0].startswith(LAYER_PREFIXES):
             return False
         if self._folder.config.quantized != "none":
-            # If all of them were left unquantized on purpose, they stay so.
+            # If the checkpoint's authors left all of them unquantized, they stay so.
             return any(self._is_stored_quantized(name) for name in names)
         shapes = [self._weight_shape(name) for name in names]
         fine = all(is_quantizable(name, self._weight_shape(name)) for name in names)
@@ -427,7 +428,7 @@ class WeightReader:
             weight.quantize_rows(first + begin, part)
 
     def _weight_shape(self, name: str) -> tuple[int, int]:
-        """Shape of a layer's weight by the config; packed tensors differ."""
+        """Return the shape of a layer's weight by the config; packed tensors have other shapes."""
         rows, width = self._layer_shape(name)
         return rows, width
 
@@ -438,7 +439,7 @@ class WeightReader:
         return self._layer[1][name]
 
     def _check_finite(self, name: str, tensor: Tensor) -> None:
-        # The sum is 20 times as fast, but may overflow with finite elements.
+        # The sum is 20 times as fast, but may overflow although all elements are finite.
         if bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all()):
             return
         raise self._not_finite(name, str(tensor.dtype))
