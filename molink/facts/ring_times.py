@@ -17,13 +17,15 @@ HANDLING_S = 0.0015
 
 @dataclass(frozen=True, slots=True)
 class LinkFacts:
-    """A link as its sender measured it: one-way ``latency`` in seconds, ``rate`` in bytes/s.
+    """A link as its sender measured it: one-way ``latency`` in seconds, ``rate`` in bytes/s, and
+    ``loss``, the share of packets that are lost.
 
     ``None`` means unknown.
     """
 
     latency: float | None = None
     rate: float | None = None
+    loss: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -343,11 +343,16 @@ class Coordinator:
 
     def _on_reach_report(self, peer: str, message: ReachReport) -> None:
         tried = ConnectionTriedEvent(
-            peer, message.peer, message.is_reachable, message.latency, message.rate
+            peer,
+            message.peer,
+            message.is_reachable,
+            message.latency,
+            message.rate,
+            message.loss,
         )
         if not message.failed_relay:  # it counts once the relay is given up
             self._dispatch_event(tried)
-        if message.rate is None:  # a rate says nothing about the route
+        if message.rate is None and message.loss is None:  # these say nothing about the route
             self._relays.handle(RouteTriedEvent(tried, message.is_relayed, message.failed_relay))
 
     def _reply(

@@ -54,7 +54,7 @@ from molinkd.peer.artifacts.partial_models import PartialModels
 from molinkd.peer.artifacts.replicator import Replicator
 from molinkd.peer.artifacts.source_clients import PeerConnector, open_hub_source
 from molinkd.peer.artifacts.sources import Source
-from molinkd.peer.election.leadership import Leadership
+from molinkd.peer.election.leadership import Leadership, ReplicaFile
 from molinkd.peer.frontend.scheduler_connections import SchedulerConnections
 from molinkd.peer.frontend.served_models import ServedModels
 from molinkd.peer.frontend.swarm_backend import RunningClock, SwarmBackend
@@ -106,10 +106,7 @@ class Node:
             resources, lambda message: self.session.send_message(message), self._on_relayed_route
         )
         relayed_routes = self._relay.routes
-        changed, went = self._on_peers_changed, self._on_peer_removed
-        self._peers = PeerDirectory(
-            resources, leadership.replica, self._report_reach, changed, went, relayed_routes
-        )
+        self._peers = self._make_directory(leadership.replica)
         self._store = _create_store(resources, self._peers, relayed_routes)
         self.session = self._make_session(resources)
         self._data_codec = data_codec()
@@ -180,6 +177,17 @@ class Node:
             self._on_stages_changed,
             resources.banned_peers.record_ban,
             self._can_reach,
+        )
+
+    def _make_directory(self, replica: ReplicaFile) -> PeerDirectory:
+        return PeerDirectory(
+            self._resources,
+            replica,
+            self._report_reach,
+            self._on_peers_changed,
+            self._on_peer_removed,
+            self._report_loss,
+            self._relay.routes,
         )
 
     def _make_backend(self, resources: Resources) -> SwarmBackend:
@@ -297,6 +305,7 @@ class Node:
             control_port=self._resources.server.port,
             api_address=self._api_url(),
             daemon_pid=os.getpid(),
+            requests=self.backend.num_started,
             stage="none" if paused else settings.stage,
             pause_reason=paused,
             device=self._stages.device.device,
@@ -442,6 +451,9 @@ class Node:
 
     def _report_rate(self, peer: str, rate: float) -> None:
         self.session.send_message(ReachReport(peer=peer, is_reachable=True, rate=rate))
+
+    def _report_loss(self, peer: str, loss: float) -> None:
+        self.session.send_message(ReachReport(peer=peer, is_reachable=True, loss=loss))
 
     async def _can_reach(self, stage: StageAddress) -> bool:
         targets = endpoints(stage.addresses, stage.port)

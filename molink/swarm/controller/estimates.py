@@ -10,6 +10,7 @@ from molink.facts.ring_times import HANDLING_S, LinkFacts, RingTimes
 from molink.scheduler.chunk_size import ChunkSize
 from molink.swarm.controller.fleet import Fleet
 from molink.swarm.controller.formation import Formation, stage_layout
+from molink.swarm.controller.planner import find_askers
 from molink.swarm.controller.reconciler import Reconciler
 from molink.swarm.controller.registry import PeerSession
 from molink.swarm.controller.status_schema import RingEstimate, ScaleOutStatus
@@ -90,6 +91,7 @@ def _estimate_rings(
             goal=goal,
             links=links,
             serving=serving,
+            askers=find_askers(registry),
         )
 
     ring = place(candidates, stage_layout(formation.record.stages))

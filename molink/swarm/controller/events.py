@@ -51,7 +51,8 @@ class PeerReportedEvent:
 class ConnectionTriedEvent:
     """``source`` has tried to connect to ``target``.
 
-    ``latency`` (one way, seconds) and ``rate`` (bytes/s) if they were measured.
+    ``latency`` (one way, seconds), ``rate`` (bytes/s) and ``loss`` (share of packets) if they were
+    measured.
     """
 
     source: str
@@ -59,6 +60,7 @@ class ConnectionTriedEvent:
     succeeded: bool
     latency: float | None = None
     rate: float | None = None
+    loss: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

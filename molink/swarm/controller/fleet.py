@@ -234,7 +234,9 @@ class Fleet:
             return
         self.context.reachability.record_attempt(event.source, event.target, event.succeeded)
         for links in self._all_links():
-            links.record_measurement(event.source, event.target, event.latency, event.rate)
+            links.record_measurement(
+                event.source, event.target, event.latency, event.rate, event.loss
+            )
 
     def _all_links(self) -> tuple[Links, ...]:
         """All link tables: the shared one and each deployment's copy."""

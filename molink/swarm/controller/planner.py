@@ -319,6 +319,7 @@ class Planner:
             goal=PlacementGoal(desired.objective, desired.target_stages),
             links=self.links,
             serving=[(stage.peer, stage.layers) for stage in serving if not self._ignore_serving],
+            askers=find_askers(registry),
         )
         self._ignore_serving = False
         self.spare_peers = frozenset(found.spare_peers if isinstance(found, Placement) else ())
@@ -331,6 +332,18 @@ class Planner:
             if (why := self.backoff.explain_exclusion(peer, now))
         ]
         return Unplaceable("; ".join([found.reason, *left_out]))
+
+
+def find_askers(registry: Registry) -> dict[str, float]:
+    """The peers where people ask, with the number of their requests.
+
+    One more is counted everywhere: while nobody has asked, each endpoint counts the same.
+    """
+    return {
+        peer: 1.0 + session.report.requests
+        for peer, session in registry.sessions.items()
+        if session.report.api_address
+    }
 
 
 def candidate_from_report(peer: str, report: PeerReport, pin: str = "") -> Candidate | None:

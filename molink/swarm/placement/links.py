@@ -1,4 +1,4 @@
-"""Measured latencies and rates between peers, for placement."""
+"""Measured latencies, rates and losses between peers, for placement."""
 
 from collections.abc import Sequence
 from statistics import median
@@ -12,14 +12,21 @@ ASSUMED_RATE = 12.5e6
 #: Defaults between two devices of one PC: its loopback.
 LOCAL_LATENCY = 50e-6
 LOCAL_RATE = 1e9
+#: Maximum one-way latency within a local network, Wi-Fi included, in seconds. A nearby link is as
+#: fast in one direction as in the other; others cross two internet connections, which seldom are.
+MAX_NEARBY_LATENCY = 0.005
 #: A measurement is significant if it differs from the last placement's value by this fraction, and
 #: latencies also by this many seconds: measurements jitter.
 _RELATIVE_CHANGE = 0.25
 _LATENCY_CHANGE = 0.002
+_LOSS_CHANGE = 0.002
 
 
 class Links:
-    """One-way latencies (seconds) and rates (bytes/s) by direction; reported values are trusted."""
+    """One-way latencies (seconds), rates (bytes/s) and shares of lost packets by direction.
+
+    Reported values are trusted.
+    """
 
     def __init__(self) -> None:
         self._measured: dict[tuple[str, str], LinkFacts] = {}
@@ -27,6 +34,8 @@ class Links:
         self._at_placement: dict[tuple[str, str], LinkFacts] = {}
         #: The primary peer of each further device.
         self._primary_peers: dict[str, str] = {}
+        #: Cache of :meth:`_find_access_rates`.
+        self._access_rates: tuple[dict[str, float], dict[str, float]] | None = None
         #: Whether a value has changed significantly since then.
         self.has_changed = False
 
@@ -46,15 +55,23 @@ class Links:
             self._primary_peers.pop(peer, None)
 
     def record_measurement(
-        self, source: str, target: str, latency: float | None, rate: float | None
+        self,
+        source: str,
+        target: str,
+        latency: float | None,
+        rate: float | None,
+        loss: float | None = None,
     ) -> None:
         """Record that ``source`` has measured the link to ``target``; ``None``: not measured."""
-        if latency is None and rate is None:
+        if latency is None and rate is None and loss is None:
             return
         old = self._measured.get((source, target), LinkFacts())
         new = self._measured[source, target] = LinkFacts(
-            old.latency if latency is None else latency, old.rate if rate is None else rate
+            old.latency if latency is None else latency,
+            old.rate if rate is None else rate,
+            old.loss if loss is None else loss,
         )
+        self._access_rates = None
         if _links_differ(new, self._at_placement.get((source, target), LinkFacts())):
             self.has_changed = True
 
@@ -63,20 +80,55 @@ class Links:
         for known in (self._measured, self._at_placement):
             for pair in [pair for pair in known if peer in pair]:
                 del known[pair]
+        self._access_rates = None
         self._primary_peers.pop(peer, None)
 
     def latency_and_rate(self, source: str, target: str) -> tuple[float, float]:
-        """Latency and rate of that direction; the other direction fills in missing values."""
-        there, back = (
-            self._measured.get(pair, LinkFacts()) for pair in ((source, target), (target, source))
-        )
-        latency = back.latency if there.latency is None else there.latency
-        rate = back.rate if there.rate is None else there.rate
-        local = self._primary_peers.get(source, source) == self._primary_peers.get(target, target)
-        return (
-            (LOCAL_LATENCY if local else ASSUMED_LATENCY) if latency is None else latency,
-            (LOCAL_RATE if local else ASSUMED_RATE) if rate is None else rate,
-        )
+        """Latency and rate of that direction.
+
+        The other direction tells a missing latency, and a missing rate if the link is nearby. A
+        distant link of unknown rate is as fast as the sender's uplink and the receiver's downlink.
+        """
+        latency, rate = self._latency(source, target), self._find_facts(source, target).rate
+        if rate is None and latency > MAX_NEARBY_LATENCY:
+            uplinks, downlinks = self._find_access_rates()
+            rate = min(uplinks.get(source, ASSUMED_RATE), downlinks.get(target, ASSUMED_RATE))
+        elif rate is None:
+            rate = self._find_facts(target, source).rate
+        assumed = LOCAL_RATE if self._are_co_located(source, target) else ASSUMED_RATE
+        return latency, assumed if rate is None else rate
+
+    def loss(self, source: str, target: str) -> float:
+        """Share of packets that are lost in that direction, 0 if unknown."""
+        loss = self._find_facts(source, target).loss
+        return (self._find_facts(target, source).loss or 0.0) if loss is None else loss
+
+    def _latency(self, source: str, target: str) -> float:
+        latency = self._find_facts(source, target).latency
+        if latency is None:
+            latency = self._find_facts(target, source).latency
+        if latency is None:
+            return LOCAL_LATENCY if self._are_co_located(source, target) else ASSUMED_LATENCY
+        return latency
+
+    def _find_facts(self, source: str, target: str) -> LinkFacts:
+        return self._measured.get((source, target), _UNKNOWN)
+
+    def _are_co_located(self, one: str, other: str) -> bool:
+        """Whether two peers are devices of one PC."""
+        return self._primary_peers.get(one, one) == self._primary_peers.get(other, other)
+
+    def _find_access_rates(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Each peer's uplink and downlink: its fastest distant link in that direction."""
+        if self._access_rates is None:
+            uplinks: dict[str, float] = {}
+            downlinks: dict[str, float] = {}
+            for (source, target), facts in self._measured.items():
+                if facts.rate is not None and self._latency(source, target) > MAX_NEARBY_LATENCY:
+                    uplinks[source] = max(facts.rate, uplinks.get(source, 0.0))
+                    downlinks[target] = max(facts.rate, downlinks.get(target, 0.0))
+            self._access_rates = uplinks, downlinks
+        return self._access_rates
 
     def with_newcomer(self, peer: str, others: Sequence[str]) -> "Links":
         """A copy with one more peer whose links are like the others' median."""
@@ -90,7 +142,9 @@ class Links:
         )
         found = Links()
         found._primary_peers = dict(self._primary_peers)
-        found._measured = {**self._measured, **{(peer, other): usual for other in others}}
+        found._measured = dict(self._measured)
+        for other in others:
+            found._measured[peer, other] = found._measured[other, peer] = usual
         return found
 
     def is_measured(self, source: str, target: str) -> bool:
@@ -103,9 +157,14 @@ class Links:
         self.has_changed = False
 
 
+_UNKNOWN = LinkFacts()
+
+
 def _links_differ(new: LinkFacts, old: LinkFacts) -> bool:
     one, other = (ASSUMED_LATENCY if v is None else v for v in (new.latency, old.latency))
     rate, old_rate = (ASSUMED_RATE if v is None else v for v in (new.rate, old.rate))
-    return differs(one, other, _RELATIVE_CHANGE, _LATENCY_CHANGE) or differs(
-        rate, old_rate, _RELATIVE_CHANGE
+    return (
+        differs(one, other, _RELATIVE_CHANGE, _LATENCY_CHANGE)
+        or differs(rate, old_rate, _RELATIVE_CHANGE)
+        or differs(new.loss or 0.0, old.loss or 0.0, _RELATIVE_CHANGE, _LOSS_CHANGE)
     )

@@ -16,7 +16,7 @@ If peers name their layers, membership is decided by hand: every ``auto`` peer t
 remaining layers, for the least slowest stage, regardless of links.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Literal
@@ -33,12 +33,11 @@ from molink.facts.memory_plan import (
     usable_bytes,
 )
 from molink.facts.model import LayerRange, ModelFacts, Objective, Quantize
-from molink.facts.ring_times import HANDLING_S, TOKEN_BYTES
+from molink.swarm.placement.link_times import estimate_ask_times, estimate_link_times
 from molink.swarm.placement.links import Links
 from molink.swarm.placement.partition import Gap, Split, StageCosts, StageHost, split_gaps
 from molink.swarm.placement.ring_search import search_ring
 from molink.swarm.placement.rings import (
-    LinkTimes,
     LinkTimeTable,
     RingCandidate,
     RingTask,
@@ -184,20 +183,25 @@ def place_model(
     goal: PlacementGoal = PlacementGoal(),
     links: Links | None = None,
     serving: Sequence[tuple[str, LayerRange]] = (),
+    askers: Mapping[str, float] | None = None,
 ) -> Placement | Unplaceable:
     """Place a model over ``candidates``, which are in joining order and run it as in ``setup``.
 
-    Peers that name layers the model lacks get none. ``serving`` is the running ring, if any. If
-    draft models do not fit, the model is placed without them.
+    Peers that name layers the model lacks get none. ``serving`` is the running ring, if any.
+    ``askers`` are the peers where people ask, with the number of their requests. If draft models do
+    not fit, the model is placed without them.
     """
     misfits = {one.peer: why for one in candidates if (why := explain_misfit(one.stage, facts))}
     fitting = [one for one in candidates if one.peer not in misfits]
     try:
-        return _Placer(facts, fitting, setup, goal, links or Links()).place_stages(serving)
+        placer = _Placer(facts, fitting, setup, goal, links or Links(), askers or {})
+        return placer.place_stages(serving)
     except _NoPlacementError as reason:
         if any(one.draft_bytes for one in candidates):
             without = [replace(one, draft_bytes=0) for one in candidates]
-            return place_model(facts, without, setup, goal=goal, links=links, serving=serving)
+            return place_model(
+                facts, without, setup, goal=goal, links=links, serving=serving, askers=askers
+            )
         named = [
             f"{one.name} (--stage {one.stage}) {misfits[one.peer]}"
             for one in candidates
@@ -284,10 +288,11 @@ class _Placer:
         target: StageSetup,
         goal: PlacementGoal,
         links: Links,
+        askers: Mapping[str, float],
     ) -> None:
         """``target`` is the same for all peers: dtype and quantization."""
         self.facts, self.candidates, self.setup = facts, candidates, target
-        self.goal, self.links = goal, links
+        self.goal, self.links, self.askers = goal, links, askers
         widens = target.dtype == "auto" and facts.element_bytes < _F32_BYTES
         used = [c for c in candidates if c.stage != "none"]
         self.hint = _BF16_HINT if widens and not all(c.bf16 or c.cuda for c in used) else ""
@@ -326,11 +331,18 @@ class _Placer:
 
     def find_ring(self, serving: Sequence[tuple[str, LayerRange]]) -> Placement:
         """The best ring, or the serving one if it is nearly as good."""
-        link_times = self.estimate_link_times()
+        link_times, ask_times = self.estimate_times()
         found: RingCandidate | None = None
         for tokens in kv_room_steps(self.facts, self.goal.objective):
             hosts = [self.build_host(c, tokens) for c in self.auto_candidates]
-            task = RingTask(self.facts.layers, hosts, link_times, self.goal.objective, MAX_STAGES)
+            task = RingTask(
+                self.facts.layers,
+                hosts,
+                link_times,
+                self.goal.objective,
+                MAX_STAGES,
+                ask_times,
+            )
             ring = search_ring(task, self.goal.min_stages)
             if ring is None or not (found is None or is_room_worth(tokens, ring.cost, found.cost)):
                 break
@@ -355,23 +367,17 @@ class _Placer:
         gain = old.cost - found.cost
         return found if gain >= max(MIN_GAIN * old.cost, MIN_GAIN_S) else old
 
-    def estimate_link_times(self) -> LinkTimeTable:
-        """What each link between auto peers takes for a micro-batch."""
-        rows = MICRO_BATCH_ROWS[self.goal.objective]
-        volume = rows * row_bytes(self.facts, self.setup.dtype)
-
-        def link_times(one: Candidate, other: Candidate) -> LinkTimes | None:
-            if one is other or other.peer in one.unreachable:
-                return None
-            latency, rate = self.links.latency_and_rate(one.peer, other.peer)
-            latency += HANDLING_S
-            busy, tokens_busy = volume / rate, rows * TOKEN_BYTES / rate
-            return LinkTimes(latency + busy, busy, latency + tokens_busy, tokens_busy)
-
-        return [
-            [link_times(one, other) for other in self.auto_candidates]
-            for one in self.auto_candidates
-        ]
+    def estimate_times(self) -> tuple[LinkTimeTable, Sequence[float]]:
+        """Times of the links between auto peers, and of asking each of them."""
+        peers = [one.peer for one in self.auto_candidates]
+        link_times = estimate_link_times(
+            peers,
+            [one.unreachable for one in self.auto_candidates],
+            self.links,
+            MICRO_BATCH_ROWS[self.goal.objective],
+            row_bytes(self.facts, self.setup.dtype),
+        )
+        return link_times, estimate_ask_times(peers, self.askers, self.links)
 
     def build_placement(self, task: RingTask, ring: RingCandidate, tokens: int) -> Placement:
         """The placement of a ring."""

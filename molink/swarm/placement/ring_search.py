@@ -8,6 +8,7 @@ ring.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from heapq import nsmallest
 from itertools import pairwise
 from math import inf
 
@@ -31,6 +32,9 @@ MAX_EXACT_PEERS = 8
 EVENNESS_SLACK = 0.02
 #: Changes tried from each start; the control plane waits meanwhile.
 _MAX_TRIES = 2000
+#: Among many peers: places around which rings are estimated, how many of them are searched, and the
+#: peers of each.
+_MAX_CENTRES, _MAX_STARTS, _MAX_NEAR = 64, 3, 64
 
 #: Minimized lexicographically; see :meth:`_RingGrowth._ring_cost`.
 _RingCost = tuple[float, float, float]
@@ -48,7 +52,7 @@ def search_ring(
     if len(able) <= MAX_EXACT_PEERS:
         found = _choose_ring(_exact_rings(task, able), min_stages)
     else:
-        found = _RingGrowth(task, able, min_stages).find_best(_starts(task, able, min_stages))
+        found = _RingGrowth(task, min_stages).find_best(_starts(task, able, min_stages))
     return found and even_ring(task, found, slack)
 
 
@@ -131,7 +135,7 @@ def _best_ring(
     if best is not None:
         round_trip_time = length + total
         if task.objective == "latency":
-            if round_trip_time >= best.round_trip_time * (1 - TOLERANCE):
+            if round_trip_time + task.ask_time(order[0]) >= best.cost * (1 - TOLERANCE):
                 return None
         else:
             bound = best.cost * (1 + TOLERANCE)
@@ -174,10 +178,13 @@ def _total_time(
 
 # --- local search among many peers ---------------------------------------------------------------
 
+#: A start for the local search: a ring, and the peers that it may use.
+_Start = tuple[tuple[int, ...], Sequence[int]]
 
-def _starts(task: RingTask, able: Sequence[int], min_stages: int) -> Iterator[tuple[int, ...]]:
-    """Starts for the local search: the best rings of the fastest and of the largest peers, or all
-    of these in a row if their rings lack room."""
+
+def _starts(task: RingTask, able: Sequence[int], min_stages: int) -> Iterator[_Start]:
+    """Starts for the local search: the best rings of the fastest peers, of the largest, and of
+    those around a few; or all of these in a row if their rings lack room."""
     hosts, size = task.hosts, min(MAX_EXACT_PEERS, task.max_stages, task.layers)
 
     def by_speed(i: int) -> tuple[float, int]:
@@ -186,10 +193,46 @@ def _starts(task: RingTask, able: Sequence[int], min_stages: int) -> Iterator[tu
     def room(i: int) -> tuple[float, int]:
         return -min(hosts[i].max_layers(), task.layers), i
 
-    fastest, largest = (sorted(sorted(able, key=key)[:size]) for key in (by_speed, room))
-    for some in (fastest,) if fastest == largest else (fastest, largest):
+    fastest, largest = (sorted(able, key=key) for key in (by_speed, room))
+    around = _neighbourhoods(task, able, fastest, min_stages)
+    tried: list[list[int]] = []
+    for near in (fastest, largest, *around):
+        some = sorted(near[:size])
+        if some in tried:
+            continue
+        tried.append(some)
         ring = _choose_ring(_exact_rings(task, some), min_stages)
-        yield ring.order if ring is not None else tuple(some)
+        yield (ring.order if ring is not None else tuple(some)), sorted(near[:_MAX_NEAR])
+
+
+def _neighbourhoods(
+    task: RingTask, able: Sequence[int], fastest: Sequence[int], min_stages: int
+) -> list[list[int]]:
+    """The peers around the best centres, the most useful first.
+
+    A peer is useful if its link and its layers take little time per layer that it holds.
+    """
+    rooms = {i: min(task.hosts[i].max_layers(), task.layers) for i in able}
+    steps = {i: task.hosts[i].step_time(rooms[i]) for i in able}
+    found: list[tuple[float, list[int]]] = []
+    for centre in fastest[:: -(-len(fastest) // _MAX_CENTRES)]:
+        links = task.link_times[centre]
+        times = {
+            i: (steps[i] + link.rows) / rooms[i]
+            for i in able
+            if i != centre and (link := links[i]) is not None
+        }
+        near = [centre, *nsmallest(_MAX_NEAR - 1, times, key=lambda i: times[i])]
+        order: list[int] = []
+        left = task.layers
+        for i in near[: task.max_stages]:
+            if left <= 0 and len(order) >= min_stages:
+                break
+            order.append(i)
+            left -= rooms[i]
+        cost = estimate_cost(task, order)
+        found.append((inf if cost is None else cost, near))
+    return [near for _, near in nsmallest(_MAX_STARTS, found, key=lambda one: one[0])]
 
 
 class _RingGrowth:
@@ -201,16 +244,17 @@ class _RingGrowth:
     ``latency`` and 7 % for ``throughput``.
     """
 
-    def __init__(self, task: RingTask, able: Sequence[int], min_stages: int) -> None:
-        """``able`` have room for a layer; ``min_stages`` is the wanted number of stages."""
-        self._task, self._usable = task, able
-        self._max_stages = min(task.max_stages, task.layers, len(able))
+    def __init__(self, task: RingTask, min_stages: int) -> None:
+        """``min_stages`` is the wanted number of stages."""
+        self._task = task
+        self._usable: Sequence[int] = ()
+        self._max_stages = min(task.max_stages, task.layers)
         self._min_stages = min(min_stages, self._max_stages)
 
-    def find_best(self, starts: Iterable[tuple[int, ...]]) -> RingCandidate | None:
+    def find_best(self, starts: Iterable[_Start]) -> RingCandidate | None:
         """The best ring found from any of ``starts``."""
         found: RingCandidate | None = None
-        for start in starts:
+        for start, self._usable in starts:
             ring = self._improve(start)
             if ring is not None and self._is_better(ring, found):
                 found = ring

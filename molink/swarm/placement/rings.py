@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from math import inf
+from typing import Protocol
 
 from molink.facts.model import Objective
 from molink.swarm.placement.partition import LinearTime, StageHost, min_slowest_time, split_layers
@@ -30,19 +31,33 @@ class LinkTimes:
     tokens_busy: float
 
 
-#: ``link_times[i][j]`` leads from ``i`` to ``j``; ``None`` if ``i`` cannot connect to ``j``.
-LinkTimeTable = Sequence[Sequence[LinkTimes | None]]
+class LinkTimeRow(Protocol):
+    """The links from one host, by the host they lead to; ``None``: it cannot connect."""
+
+    def __getitem__(self, index: int, /) -> LinkTimes | None: ...
+
+
+#: ``link_times[i][j]`` leads from ``i`` to ``j``.
+LinkTimeTable = Sequence[LinkTimeRow]
 
 
 @dataclass(frozen=True)
 class RingTask:
-    """``layers`` to be split among at most ``max_stages`` of ``hosts``."""
+    """``layers`` to be split among at most ``max_stages`` of ``hosts``.
+
+    For ``latency``, asking takes ``ask_times[i]`` seconds per token if host ``i`` opens the ring.
+    """
 
     layers: int
     hosts: Sequence[StageHost]
     link_times: LinkTimeTable
     objective: Objective = "latency"
     max_stages: int = 16
+    ask_times: Sequence[float] = ()
+
+    def ask_time(self, opener: int) -> float:
+        """What asking adds to the cost of a ring that ``opener`` opens, in seconds."""
+        return self.ask_times[opener] if self.ask_times and self.objective == "latency" else 0.0
 
     @cached_property
     def linear_times(self) -> Sequence[Sequence[LinearTime]]:
@@ -64,7 +79,8 @@ class RingCandidate:
     """Indices of hosts in ring order, and the layers of each.
 
     ``round_trip_time`` and ``slowest_time`` (of a stage) are in seconds. ``cost`` is minimized: the
-    round trip for ``latency``, the interval between micro-batches for ``throughput``.
+    round trip and the share of asking for ``latency``, the interval between micro-batches for
+    ``throughput``.
     """
 
     order: tuple[int, ...]
@@ -129,7 +145,7 @@ def _build_ring(
 ) -> RingCandidate:
     times = [line.time_of(count) for line, count in zip(lines, counts, strict=True)]
     round_trip_time, slowest = way[0] + sum(times), max(times)
-    cost = round_trip_time
+    cost = round_trip_time + task.ask_time(order[0])
     if task.objective == "throughput":
         cost = max(slowest, way[1], round_trip_time / (MICRO_BATCHES_PER_STAGE * len(order)))
     return RingCandidate(tuple(order), tuple(counts), cost, round_trip_time, slowest)

@@ -93,6 +93,8 @@ class PeerReport(Message, frozen=True, kw_only=True, tag="peer-report"):
     control_port: Port
     api_address: Text
     daemon_pid: Index
+    #: Requests that this peer's endpoint has received since its daemon started.
+    requests: Count = 0
     #: ``auto``, ``none`` or ``A-B`` (layers, from 1).
     stage: Text
     device: Device
@@ -131,15 +133,16 @@ class PeerReport(Message, frozen=True, kw_only=True, tag="peer-report"):
 class ReachReport(Message, frozen=True, kw_only=True, tag="reach-report"):
     """The result of connecting to another peer's control port.
 
-    ``latency`` is one way in seconds, ``rate`` in bytes/s; ``None`` if unknown. Sent on each
-    change, and for all peers at the start of a session. One message per pair, since a large swarm
-    exceeds a report's header.
+    ``latency`` is one way in seconds, ``rate`` in bytes/s, ``loss`` a share of packets; ``None`` if
+    unknown. Sent on each change, and for all peers at the start of a session. One message per pair,
+    since a large swarm exceeds a report's header.
     """
 
     peer: Text
     is_reachable: bool
     latency: Annotated[float, msgspec.Meta(ge=0, le=MAX_LATENCY)] | None = None
     rate: Annotated[float, msgspec.Meta(ge=MIN_RATE, le=MAX_RATE)] | None = None
+    loss: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
     #: Through a relay, since a direct connection is impossible.
     is_relayed: bool = False
     #: Id of the relay that held back or cut connections; 0 if none did. Probes may still pass.

@@ -27,9 +27,15 @@ from molink.swarm.controller.planner import (
     REVIEW_INTERVAL,
     candidate_from_report,
     candidates_differ,
+    find_askers,
 )
 from molink.swarm.controller.records import PipelineRecord, StageRecord
-from molink.swarm.controller.registry import MAX_READ_LAG, MAX_ROUTE_MISMATCHES, PEER_TIMEOUT
+from molink.swarm.controller.registry import (
+    MAX_READ_LAG,
+    MAX_ROUTE_MISMATCHES,
+    PEER_TIMEOUT,
+    Registry,
+)
 from molink.swarm.election.terms import next_term, term_of
 from molink.swarm.placement.read_rates import SLOWDOWN_HOLD, SLOWDOWN_TTL
 from molink.util.timeouts import TIMEOUTS
@@ -48,7 +54,7 @@ from molink.wire.messages.instructions import (
     Welcome,
 )
 from tests.support import fake_fleet
-from tests.support.fake_fleet import FACTS, GB, FakeFleet, Kit, by_peer
+from tests.support.fake_fleet import FACTS, GB, FakeFleet, Kit, by_peer, member
 
 QUICK = Profile(decode=((1, 0.01),))
 
@@ -501,6 +507,14 @@ def test_extra_pc_stays_spare_if_a_link_costs_more(kit: Kit) -> None:
         "on standby: using it would not be faster"
     )
     assert not [m for _, m in fake.pop_messages() if isinstance(m, Notice)]
+
+
+def test_endpoints_count_by_their_requests() -> None:
+    registry = Registry("s", map(member, "abc"))
+    for name, changes in {"a": {"requests": 5}, "b": {}, "c": {"api_address": ""}}.items():
+        said = msgspec.structs.replace(fake_fleet.report(name), **changes)
+        registry.record_report(name, said, True, 0.0)
+    assert find_askers(registry) == {"a": 6.0, "b": 1.0}
 
 
 def test_serving_ring_stays_until_another_is_worth_it(kit: Kit) -> None:

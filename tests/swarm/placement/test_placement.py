@@ -482,3 +482,45 @@ def test_closed_ports_are_named_if_memory_suffices() -> None:
 def test_named_layers_bypass_the_search() -> None:
     peers = [peer("a", stage="1-2"), peer("b"), peer("c", rate=1e9)]
     assert sorted(ring(place_model(facts(), peers, links=over(5.0, *"abc")))) == ["a", "b", "c"]
+
+
+def near_links(*peers: str) -> Links:
+    links = Links()
+    for one, other in itertools.permutations(peers, 2):
+        links.record_measurement(one, other, 0.02, 5e6)
+    return links
+
+
+def place_quickly(links: Links, **more: Any) -> list[str]:
+    """The ring of two PCs for a model that needs two of three."""
+    peers = [peer(name, memory=memory_for(5 * GB)) for name in "abc"]
+    placed = place_model(facts(hidden=4096), peers, links=links, **more)
+    assert isinstance(placed, Placement)
+    return [stage.peer for stage in placed.stages]
+
+
+def test_lossy_link_is_avoided() -> None:
+    links = near_links("a", "b", "c")
+    assert place_quickly(links) == ["a", "b"]
+    links.record_measurement("b", "a", None, None, 0.02)
+    links.record_measurement("a", "c", None, None, 0.001)
+    assert place_quickly(links) == ["b", "c"]
+
+
+def test_slow_uplink_closes_the_ring() -> None:
+    links = near_links("a", "b", "c")
+    for other in "bc":
+        links.record_measurement("a", other, None, 2e5)
+    assert place_quickly(links) == ["b", "c"]
+    for pair in (("b", "c"), ("c", "b")):
+        links.record_measurement(*pair, 0.5, None)
+    assert place_quickly(links) == ["b", "a"]
+
+
+def test_ring_is_near_those_who_ask() -> None:
+    links = near_links("a", "b", "c", "endpoint")
+    links.record_measurement("endpoint", "b", 0.001, None)
+    links.record_measurement("b", "endpoint", 0.001, None)
+    assert place_quickly(links, askers={"endpoint": 1.0})[0] == "b"
+    assert place_quickly(links, askers={"endpoint": 1.0, "c": 9.0})[0] == "c"
+    assert place_quickly(links, askers={"stranger": 0.0}) == ["a", "b"]

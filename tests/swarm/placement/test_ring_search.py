@@ -1,6 +1,8 @@
 """Compares the search with all rings, enumerated in another way."""
 
 import itertools
+from dataclasses import replace
+from math import inf
 from random import Random
 
 import pytest
@@ -198,6 +200,45 @@ def least_of_all(task: RingTask) -> float | None:
         if ring is not None:
             found.append(ring)
     return min((ring.cost for ring in found), default=None)
+
+
+def test_large_swarm_is_placed_at_one_place() -> None:
+    """The fastest and the largest PCs are scattered; a ring of near ones is better."""
+    costs = StageCosts(GB, 0, GB // 2, GB // 2)
+    rng = Random(5)
+    places = [i % 12 for i in range(120)]
+    hosts = [
+        StageHost(f"p{i}", rng.choice((8, 12, 16, 24)) * GB, rng.choice((3, 5, 9)) * 1e11, costs)
+        for i in range(len(places))
+    ]
+    link_times = [
+        [make_link(0.001 if one == other else 0.04, 0.0) for other in places] for one in places
+    ]
+    found = search_ring(RingTask(40, hosts, link_times), slack=0.0)
+    assert found is not None
+    assert len({places[i] for i in found.order}) == 1
+    best = inf
+    for place in set(places):
+        kept = [i for i, one in enumerate(places) if one == place]
+        near = [[link_times[i][j] for j in kept] for i in kept]
+        ring = search_ring(RingTask(40, [hosts[i] for i in kept], near), slack=0.0)
+        best = min(best, inf if ring is None else ring.cost)
+    assert found.cost <= 1.02 * best
+
+
+def test_ring_opens_near_those_who_ask() -> None:
+    task = replace(line_of(3, memory=7 * GB), ask_times=(0.1, 0.1, 0.0))
+    ring = search_ring(task)
+    assert ring is not None
+    assert ring.order[0] == 2
+    assert ring.cost == ring.round_trip_time
+    # Asking is no part of the time per token, and none of the interval between micro-batches.
+    far = search_ring(replace(task, ask_times=(0.1, 0.1, 0.1)))
+    assert far is not None
+    assert far.cost == pytest.approx(far.round_trip_time + 0.1)
+    many = search_ring(replace(task, ask_times=(9.0, 9.0, 9.0), objective="throughput"))
+    assert many is not None
+    assert many.cost < 9
 
 
 def line_of(n: int, latency: float = 0.001, memory: int = 100 * GB) -> RingTask:

@@ -228,6 +228,11 @@ class SwarmBackend:
         figures.gauges["daemon_requests_active"] = float(len(self._active))
         return figures
 
+    @property
+    def num_started(self) -> int:
+        """Requests received so far."""
+        return self._counters["started"]
+
     async def fetch_status(self) -> bytes:
         """The swarm's status; see :class:`molinkd.api.backend.Backend`."""
         late = "the daemon is too busy to report the status"

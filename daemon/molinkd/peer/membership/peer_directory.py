@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from molink.facts.identity import derive_peer_id
 from molink.swarm.membership.address_book import AddressBook
+from molink.swarm.placement.links import MAX_NEARBY_LATENCY
 from molink.wire.messages.instructions import PeerInfo, PeerRemoved, StageAddress
 from molink.wire.messages.worker_pipe import PeerKey
 from molinkd.peer.election.leadership import ReplicaFile
@@ -21,8 +22,6 @@ SWEEP_S = 5.0
 _MAX_UNPROVEN = 64
 #: Delay of disconnecting, so that a pending reply is sent, in seconds.
 _DISCONNECT_DELAY_S = 0.2
-#: Maximum one-way latency within a local network, Wi-Fi included, in seconds.
-MAX_NEARBY_LATENCY_S = 0.005
 
 
 class PeerDirectory:
@@ -35,18 +34,22 @@ class PeerDirectory:
         on_tried: Callable[[str, bool, float | None, bool], None],
         on_change: Callable[[], None],
         on_gone: Callable[[str], None],
+        on_loss: Callable[[str, float], None],
         relayed_routes: RelayedRoutes | None = None,
     ) -> None:
         """``on_tried`` gets peer, reachability, latency and whether a relayed route was used.
 
-        ``on_gone(peer)`` is called before ``on_change()`` when a peer was removed.
+        ``on_gone(peer)`` is called before ``on_change()`` when a peer was removed. ``on_loss`` gets
+        a peer and the share of packets lost on the way to it.
         """
         self._resources, self._replica = resources, replica
         self._on_change, self._on_removed = on_change, on_gone
         self.book = AddressBook(PeerKey(peer=resources.me, public_key=resources.keys.public))
         self.book.on_peer_changed = self._on_peer_added
         self.book.on_peer_removed = self._on_peer_removed
-        self._prober = PeerProber(resources.context, resources.keys, on_tried, relayed_routes)
+        self._prober = PeerProber(
+            resources.context, resources.keys, on_tried, on_loss, relayed_routes
+        )
         self._sweep: asyncio.TimerHandle | None = None
         #: Invitations whose holders are redirected to the coordinator.
         self._invitations: frozenset[str] = frozenset()
@@ -120,7 +123,7 @@ class PeerDirectory:
     def is_nearby(self, peer: str) -> bool:
         """Whether a peer is on the local network, or its latency is unknown."""
         latency = self._prober.known_latency(peer)
-        return latency is None or latency <= MAX_NEARBY_LATENCY_S
+        return latency is None or latency <= MAX_NEARBY_LATENCY
 
     async def close(self) -> None:
         """Stop probing."""

@@ -12,6 +12,7 @@ from typing import Any
 import zmq.asyncio
 
 from molink.errors import MolinkError, NotAuthorized
+from molink.swarm.membership.loss_meter import LossMeter
 from molink.swarm.running_time import MAX_STEP
 from molink.util.change_detector import differs
 from molink.wire.messages.codec import Codec, control_codec
@@ -37,6 +38,8 @@ _MAX_CONCURRENT = 2
 _MANY_PEERS, _INTERVAL_S = 8, 1.0
 #: Relative and absolute (seconds) change of latency that is reported.
 _MIN_CHANGE, _MIN_CHANGE_S = 0.2, 0.001
+#: The same of the share of lost packets, with the relative change above.
+_MIN_LOSS_CHANGE = 0.001
 #: The minimum of several round trips excludes the PCs' own delays. Measuring stops at a round trip
 #: too short to be a reportable change.
 _NUM_CONNECTS, _SHORTEST_S = 5, 2 * _MIN_CHANGE_S
@@ -99,17 +102,23 @@ async def _is_answering(
     return True
 
 
-async def measure_latency(hosts: Sequence[str], port: int) -> float | None:
+async def measure_latency(
+    hosts: Sequence[str], port: int, losses: LossMeter | None = None
+) -> float | None:
     """One-way latency to the nearest of ``hosts`` in seconds: half of a TCP handshake.
 
     The handshake does not involve the other PC's daemon. ``None`` if no host is reachable.
+    ``losses`` records the handshakes with the nearest.
     """
-    trips: list[float] = []
+    nearest: list[float] = []
     for host in hosts:
         with contextlib.suppress(OSError, TimeoutError):
             async with asyncio.timeout(TIMEOUT_S):
-                trips += await _time_connects(host, port)
-    return min(trips) / 2 if trips else None
+                trips = await _time_connects(host, port)
+                nearest = min(nearest or trips, trips, key=min)
+    if nearest and losses is not None:
+        losses.record_handshakes(nearest)
+    return min(nearest) / 2 if nearest else None
 
 
 async def _time_connects(host: str, port: int) -> list[float]:
@@ -194,21 +203,26 @@ class PeerProber:
         context: zmq.asyncio.Context,
         keys: KeyPair,
         report: Callable[[str, bool, float | None, bool], None],
+        report_loss: Callable[[str, float], None],
         relayed_routes: RelayedRoutes | None = None,
     ) -> None:
         """``report`` gets peer, reachability, latency in seconds, and whether it is relayed.
 
         It is called after each probe and when the latency has changed; the latency is ``None``
-        until it is measured.
+        until it is measured. ``report_loss`` gets a peer and the share of packets that are lost on
+        the way, whenever it has changed.
         """
         self._context = context
         self._keys = keys
         self._report = report
+        self._report_loss = report_loss
         self._routes = relayed_routes
         self._codec = control_codec()
         #: Probed endpoints of each peer.
         self._targets: dict[str, tuple[str, ...]] = {}
         self._results: dict[str, tuple[bool, float | None, bool]] = {}
+        #: Each peer's losses, and the last reported share.
+        self._losses: dict[str, tuple[LossMeter, float]] = {}
         self._peers: dict[str, PeerInfo] = {}
         self._probes: dict[str, asyncio.Task[None]] = {}
         #: All running tasks, cancelled ones included.
@@ -233,6 +247,7 @@ class PeerProber:
         self._targets.pop(peer, None)
         self._peers.pop(peer, None)
         self._results.pop(peer, None)
+        self._losses.pop(peer, None)
         task = self._probes.pop(peer, None)
         if task is not None:
             task.cancel()
@@ -248,6 +263,9 @@ class PeerProber:
         """Report all results again, after a new session."""
         for peer, (reached, latency, relayed) in self._results.items():
             self._report(peer, reached, latency, relayed)
+        for peer, (_, loss) in self._losses.items():
+            if loss:
+                self._report_loss(peer, loss)
 
     async def close(self) -> None:
         """Stop probing."""
@@ -287,7 +305,12 @@ class PeerProber:
 
     async def _measure_once(self, info: PeerInfo, reported: float | None = None) -> float | None:
         """Measure a direct peer's latency; returns what was last reported, now or before."""
-        latency = await measure_latency(info.addresses, info.control_port)
+        meter, told = self._losses.setdefault(info.peer, (LossMeter(), 0.0))
+        latency = await measure_latency(info.addresses, info.control_port, meter)
+        loss = meter.loss or 0.0
+        if differs(loss, told, _MIN_CHANGE, _MIN_LOSS_CHANGE) and info.peer in self._losses:
+            self._losses[info.peer] = meter, loss
+            self._report_loss(info.peer, loss)
         return self._report_change(info.peer, latency, reported, relayed=False)
 
     def _report_change(

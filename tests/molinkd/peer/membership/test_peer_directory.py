@@ -54,7 +54,12 @@ class Scene:
         self.replica = ReplicaFile(resources.home.replica, self.members.log.swarm)
         self.gone: list[str] = []
         self.directory = PeerDirectory(
-            resources, self.replica, lambda *_: None, lambda: None, self.gone.append
+            resources,
+            self.replica,
+            lambda *_: None,
+            lambda: None,
+            self.gone.append,
+            lambda *_: None,
         )
         net.at_end(self.directory.close)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from molink.facts.identity import derive_peer_id
+from molink.swarm.membership.loss_meter import LossMeter
 from molink.wire.messages.codec import control_codec
 from molink.wire.messages.instructions import PeerInfo
 from molink.wire.sockets.key_pair import KeyPair
@@ -45,6 +46,9 @@ class SteppedLoop:
                 handle._run()
 
 
+def ignore_loss(peer: str, loss: float) -> None: ...
+
+
 def member(public_key: str, port: int, *addresses: str) -> PeerInfo:
     return PeerInfo(
         peer=derive_peer_id(public_key),
@@ -61,7 +65,9 @@ async def test_probing_continues_until_the_port_is_open(
     monkeypatch.setattr(module, "TIMEOUT_S", 0.2)
     monkeypatch.setattr(module, "RETRY_S", 0.01)
     reported: asyncio.Queue[tuple[str, bool, float | None, bool]] = asyncio.Queue()
-    prober = PeerProber(net.context, net.member(), lambda *said: reported.put_nowait(said))
+    prober = PeerProber(
+        net.context, net.member(), lambda *said: reported.put_nowait(said), ignore_loss
+    )
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         target = member(net.keys.public, closed.getsockname()[1])
@@ -91,7 +97,7 @@ async def test_changed_latencies_are_reported(net: Net, monkeypatch: pytest.Monk
     measured = iter([None, 0.010, 0.0105, 0.0115, None, 0.014, 0.030])
     over = asyncio.Event()
 
-    async def latency(hosts: object, port: int) -> float | None:
+    async def latency(*_: object) -> float | None:
         for away in measured:
             return away
         over.set()
@@ -99,12 +105,39 @@ async def test_changed_latencies_are_reported(net: Net, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(module, "measure_latency", latency)
     reported: list[float | None] = []
-    prober = PeerProber(net.context, net.member(), lambda *said: reported.append(said[2]))
+    prober = PeerProber(
+        net.context, net.member(), lambda *said: reported.append(said[2]), ignore_loss
+    )
     server = net.server(control_codec(), lambda *_: None)
     prober.add_peer(member(net.keys.public, server.port))
     await asyncio.wait_for(over.wait(), 30)
     await prober.close()
     assert reported == [None, 0.010, 0.014, 0.030]
+
+
+async def test_losses_are_reported_once_known(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MEASURE_S", 0.0)
+    late, over = iter([1, 1, 1, 0]), asyncio.Event()
+
+    async def latency(hosts: object, port: int, losses: LossMeter) -> float:
+        if (count := next(late, None)) is None:
+            over.set()
+        else:
+            losses.record_handshakes([0.02] * (10 - count) + [1.02] * count)
+        return 0.01
+
+    monkeypatch.setattr(module, "measure_latency", latency)
+    reported: list[float] = []
+    prober = PeerProber(
+        net.context, net.member(), lambda *_: None, lambda _, loss: reported.append(loss)
+    )
+    server = net.server(control_codec(), lambda *_: None)
+    prober.add_peer(member(net.keys.public, server.port))
+    await asyncio.wait_for(over.wait(), 30)
+    assert reported == [3 / 30 / 2, 3 / 40 / 2]
+    prober.report_all()
+    assert reported[2:] == reported[1:2]
+    await prober.close()
 
 
 async def test_concurrent_probes_are_limited(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,7 +156,9 @@ async def test_concurrent_probes_are_limited(net: Net, monkeypatch: pytest.Monke
     monkeypatch.setattr(module, "can_connect", can_connect)
     monkeypatch.setattr(module, "measure_latency", lambda *_: asyncio.sleep(0, 0.001))
     reported: asyncio.Queue[str] = asyncio.Queue()
-    prober = PeerProber(net.context, net.member(), lambda *said: reported.put_nowait(said[0]))
+    prober = PeerProber(
+        net.context, net.member(), lambda *said: reported.put_nowait(said[0]), ignore_loss
+    )
     targets = [member(net.member().public, 1) for _ in range(20)]
     for target in targets:
         prober.add_peer(target)
@@ -224,7 +259,11 @@ async def test_a_peer_reached_by_a_relayed_route(net: Net, monkeypatch: pytest.M
     server = net.server(control_codec(), lambda *_: None)
     relayed_routes = FakeRoutes(0)
     prober = PeerProber(
-        net.context, net.member(), lambda *said: reported.put_nowait(said), relayed_routes
+        net.context,
+        net.member(),
+        lambda *said: reported.put_nowait(said),
+        ignore_loss,
+        relayed_routes,
     )
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))

@@ -1,0 +1,80 @@
+"""What each link, and each distance to those who ask, adds to the time per token."""
+
+from collections.abc import Callable, Mapping, Sequence
+from heapq import nlargest
+
+from molink.facts.ring_times import HANDLING_S, TOKEN_BYTES
+from molink.facts.tcp_loss import expected_loss_s
+from molink.swarm.placement.links import Links
+from molink.swarm.placement.rings import LinkTimes, LinkTimeTable
+
+#: Tokens of a usual answer. A request and its first token each travel once between the PC where
+#: somebody asks and the first stage; every other token only follows the one before.
+ANSWER_TOKENS = 256
+#: The PCs where most is asked stand for all.
+_MAX_ASKERS = 32
+
+
+class _LinkTimeRow(dict[int, LinkTimes | None]):
+    """Links from one peer, estimated when they are needed: a large swarm has a million pairs."""
+
+    def __init__(self, estimate: Callable[[int], LinkTimes | None]) -> None:
+        super().__init__()
+        self._estimate = estimate
+
+    def __missing__(self, target: int) -> LinkTimes | None:
+        found = self[target] = self._estimate(target)
+        return found
+
+
+def estimate_link_times(
+    peers: Sequence[str],
+    unreachable: Sequence[frozenset[str]],
+    links: Links,
+    rows: int,
+    row_bytes: int,
+) -> LinkTimeTable:
+    """The time of each link for a micro-batch of ``rows`` rows of ``row_bytes`` bytes.
+
+    ``unreachable[i]`` are peers that peer ``i`` cannot connect to.
+    """
+    volume, tokens = rows * row_bytes, rows * TOKEN_BYTES
+
+    def estimate(source: int, target: int) -> LinkTimes | None:
+        if source == target or peers[target] in unreachable[source]:
+            return None
+        pair = peers[source], peers[target]
+        latency, rate = links.latency_and_rate(*pair)
+        loss = links.loss(*pair)
+        row_s = latency + HANDLING_S + expected_loss_s(volume, 2 * latency, loss)
+        token_s = latency + HANDLING_S + expected_loss_s(tokens, 2 * latency, loss)
+        busy, tokens_busy = volume / rate, tokens / rate
+        return LinkTimes(row_s + busy, busy, token_s + tokens_busy, tokens_busy)
+
+    def make_row(source: int) -> _LinkTimeRow:
+        return _LinkTimeRow(lambda target: estimate(source, target))
+
+    return [make_row(source) for source in range(len(peers))]
+
+
+def estimate_ask_times(
+    peers: Sequence[str], askers: Mapping[str, float], links: Links
+) -> Sequence[float]:
+    """Seconds per token that asking adds if each of ``peers`` holds the first stage.
+
+    ``askers`` are the PCs where people ask, with the share or number of their requests.
+    """
+    most = nlargest(_MAX_ASKERS, askers, key=lambda peer: askers[peer])
+    weight = sum(askers[asker] for asker in most)
+    if not weight:
+        return (0.0,) * len(peers)
+
+    def round_trip_s(asker: str, peer: str) -> float:
+        if asker == peer:
+            return 0.0
+        return links.latency_and_rate(asker, peer)[0] + links.latency_and_rate(peer, asker)[0]
+
+    return [
+        sum(askers[asker] * round_trip_s(asker, peer) for asker in most) / weight / ANSWER_TOKENS
+        for peer in peers
+    ]

@@ -1,0 +1,1 @@
+"""molink's placement beside an exhaustive search, over described swarms."""
