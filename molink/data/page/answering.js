@@ -2,6 +2,7 @@
 
 import { call, EndpointError, events } from "./endpoint.js";
 import { messages, NOT_COMPLETE, path } from "./tree.js";
+import { t } from "./language.js";
 
 const NUMBERS = [
   "temperature", "top_p", "top_k", "min_p", "max_tokens", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty",
@@ -20,6 +21,11 @@ export function sampling(settings) {
   if (stops.length) found.stop = stops;
   if (settings.thinking) found.chat_template_kwargs = { enable_thinking: settings.thinking === "on" };
   return found;
+}
+
+// How long the first token of an answer took.
+export function firstToken({ first, started }) {
+  return t("first token in {seconds} s", { seconds: ((first - started) / 1000).toFixed(2) });
 }
 
 export class Answering {
@@ -73,12 +79,12 @@ export class Answering {
     } catch (error) {
       if (this.left) facts.finish = "left";
       else if (error.name === "AbortError") facts.finish = "stopped";
-      else problem = error instanceof EndpointError ? error : new EndpointError(`Error in this page: ${error.message}`);
+      else problem = error instanceof EndpointError ? error : new EndpointError(t("Error in this page: {message}", error));
     }
     node.note = this.#note(facts);
     node.cut = facts.finish !== "stop" && Boolean(node.content);
     if (facts.context) node.context = facts.context;
-    node.problem = problem?.message ?? (node.content || node.thoughts || facts.finish === "stopped" || this.left ? "" : "The model returned an empty answer.");
+    node.problem = problem?.message ?? (node.content || node.thoughts || facts.finish === "stopped" || this.left ? "" : t("The model returned an empty answer."));
     return problem;
   }
 
@@ -112,11 +118,11 @@ export class Answering {
   #note({ tokens, finish }) {
     const facts = [];
     const seconds = (this.last - this.first) / 1000;
-    if (this.first) facts.push(`first token in ${((this.first - this.started) / 1000).toFixed(2)} s`);
-    if (tokens > 1 && seconds > 0) facts.push(`${tokens} tokens, ${((tokens - 1) / seconds).toFixed(1)} tokens/s`);
-    if (finish === "length") facts.push("stopped at the length limit");
-    if (finish === "stopped") facts.push("stopped");
-    if (finish === "left") facts.push(NOT_COMPLETE);
+    if (this.first) facts.push(firstToken(this));
+    if (tokens > 1 && seconds > 0) facts.push(t("{tokens} tokens, {rate} tokens/s", { tokens, rate: ((tokens - 1) / seconds).toFixed(1) }));
+    if (finish === "length") facts.push(t("stopped at the length limit"));
+    if (finish === "stopped") facts.push(t("stopped"));
+    if (finish === "left") facts.push(t(NOT_COMPLETE));
     return facts.join(" · ");
   }
 }

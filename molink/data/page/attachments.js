@@ -3,6 +3,7 @@
 import { byId, icon, iconButton, make, say, setText } from "./dom.js";
 import { prepareImage, whyTooMany } from "./images.js";
 import { newId } from "./tree.js";
+import { t } from "./language.js";
 
 export class Attachments {
   // `chat` provides draft(): the name of the open chat's draft, images(): those of its messages, and sees(): whether
@@ -43,10 +44,10 @@ export class Attachments {
     const { images } = this;
     byId("attached").hidden = !images.length;
     byId("attached").replaceChildren(...images.map((one) => {
-      const remove = iconButton("close", `Remove ${one.name}`, () => {
+      const remove = iconButton("close", t("Remove {name}", one), () => {
         this.#set(images.filter((other) => other !== one));
         setText(byId("attach-state"), "");
-        say(`${one.name} removed`);
+        say(t("{name} removed", one));
         (byId("attached").querySelector("button") ?? byId("text")).focus();
       });
       return make("li", "", showImage(one, one.blob), remove);
@@ -73,13 +74,13 @@ export class Attachments {
   }
 
   async #add(files) {
-    let wrong = this.chat.sees() ? "" : "This model takes no images.";
+    let wrong = this.chat.sees() ? "" : t("This model takes no images.");
     const draft = this.chat.draft();
     for (const file of wrong ? [] : files) {
       try {
         const { blob, width, height } = await prepareImage(file);
         const before = this.drafts.get(draft) ?? [];
-        const one = { id: newId(), name: file.name || "image", bytes: blob.size, width, height, blob };
+        const one = { id: newId(), name: file.name || t("image"), bytes: blob.size, width, height, blob };
         if (draft !== this.chat.draft()) return; // another chat is open
         wrong = whyTooMany([...this.chat.images(), ...before, one]);
         if (wrong) break;
@@ -89,7 +90,7 @@ export class Attachments {
       }
     }
     setText(byId("attach-state"), wrong);
-    if (!wrong && files.length) say(`${this.images.length} images to send`);
+    if (!wrong && files.length) say(t("{count} images to send", { count: this.images.length }));
     byId("text").focus({ preventScroll: true });
   }
 
@@ -107,7 +108,7 @@ function imagesAmong(data) {
 
 // An element that shows an image; its name where there is no image.
 export function showImage({ name, width, height }, blob) {
-  if (!blob) return make("span", "lost small", `${name} is no longer in this browser`);
+  if (!blob) return make("span", "lost small", t("{name} is no longer in this browser", { name }));
   const image = make("img", "");
   image.alt = name;
   image.title = name;

@@ -1,5 +1,7 @@
 // DOM helpers. Text is always inserted as text nodes, never parsed as HTML.
 
+import { setCode, t } from "./language.js";
+
 const SVG = "http://www.w3.org/2000/svg";
 
 const ICONS = {
@@ -67,8 +69,7 @@ export function setText(node, text) {
 export function setSentence(node, text) {
   if (node.dataset.sentence === text) return;
   node.dataset.sentence = text;
-  const parts = text.split("`");
-  node.replaceChildren(...(parts.length % 2 ? parts.map((part, at) => (at % 2 ? make("code", "", part) : part)) : [text]));
+  setCode(node, text);
 }
 
 // Announce a text to screen readers without interrupting them.
@@ -106,7 +107,7 @@ export function copyButton(label, text) {
   const node = iconButton("copy", label, async () => {
     await copyText(text());
     node.classList.add("done");
-    say("Copied");
+    say(t("Copied"));
     setTimeout(() => node.classList.remove("done"), 1500);
   });
   return node;

@@ -1,5 +1,7 @@
 // The endpoint client: requests, event streams, and readable errors.
 
+import { t } from "./language.js";
+
 const KEY = "molink.key", OWNER = "molink.owner";
 
 export class EndpointError extends Error {
@@ -76,7 +78,7 @@ async function send(path, secret, body, signal) {
     response = await fetch(path, options);
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new EndpointError("The endpoint does not respond. Is molink running on that PC?");
+    throw new EndpointError(t("The endpoint does not respond. Is molink running on that PC?"));
   }
   if (!response.ok) throw await refusal(response);
   return response;
@@ -98,24 +100,24 @@ async function refusal(response) {
 }
 
 const PREFIXES = {
-  401: "The API key is missing or wrong",
-  408: "The message arrived too slowly",
-  429: "The swarm is overloaded",
-  503: "The swarm is unavailable",
+  401: t("The API key is missing or wrong"),
+  408: t("The message arrived too slowly"),
+  429: t("The swarm is overloaded"),
+  503: t("The swarm is unavailable"),
 };
 
 export function sentence(status, told, after = 0) {
-  const begin = PREFIXES[status] ?? (told ? "" : `The endpoint returned status ${status}`);
+  const begin = PREFIXES[status] ?? (told ? "" : t("The endpoint returned status {status}", { status }));
   const rest = told && begin ? `: ${told}` : told;
   const text = ended(begin + rest);
   // Only an overloaded swarm knows when it has room again.
-  return status === 429 && after > 0 ? `${text} Try again in ${after} s.` : text;
+  return status === 429 && after > 0 ? `${text} ${t("Try again in {after} s.", { after })}` : text;
 }
 
 function ended(text) {
   const trimmed = text.trim();
   const first = trimmed.charAt(0).toUpperCase() + trimmed.slice(1);
-  return /[.!?]$/.test(first) ? first : first + ".";
+  return /[.!?。！？]$/.test(first) ? first : first + ".";
 }
 
 // Yield the objects of an event stream until [DONE]; throws EndpointError on an error event.
@@ -139,11 +141,11 @@ export async function* events(response) {
     }
   } catch (error) {
     if (error instanceof EndpointError || error.name === "AbortError") throw error;
-    throw new EndpointError("The connection to the endpoint was lost.");
+    throw new EndpointError(t("The connection to the endpoint was lost."));
   } finally {
     reader.cancel().catch(() => {});
   }
-  if (!over) throw new EndpointError("The endpoint closed the stream before the answer was complete.");
+  if (!over) throw new EndpointError(t("The endpoint closed the stream before the answer was complete."));
 }
 
 // Yield the objects of a response with one per line; throws EndpointError on an error object.
@@ -155,7 +157,7 @@ export async function* lines(response) {
     try {
       part = await reader.read();
     } catch {
-      throw new EndpointError("The connection to the endpoint was lost.");
+      throw new EndpointError(t("The connection to the endpoint was lost."));
     }
     const whole = (rest + (part.value ?? "")).split("\n");
     rest = whole.pop();

@@ -3,6 +3,7 @@
 import { make, setSentence, textButton } from "./dom.js";
 import { call } from "./endpoint.js";
 import { describe } from "./models.js";
+import { t } from "./language.js";
 
 const DEMO = "molink-demo";
 
@@ -23,10 +24,10 @@ export class FirstStart {
     this.place.hidden = summary.owner ? names.length > 0 && !toy : summary.rings.length > 0;
     if (this.place.hidden) return;
     if (!summary.owner) {
-      setSentence(this.text, "No model is served. Run `molink search` and `molink run MODEL` in a terminal, or open the address that `molink page` prints.");
+      setSentence(this.text, t("No model is served. Run `molink search` and `molink run MODEL` in a terminal, or open the address that `molink page` prints."));
       return;
     }
-    setSentence(this.text, toy ? "This swarm serves the bundled toy, which knows little. These models fit it:" : "No model is served yet. These fit this swarm:");
+    setSentence(this.text, toy ? t("This swarm serves the bundled toy, which knows little. These models fit it:") : t("No model is served yet. These fit this swarm:"));
     const memory = summary.pcs.map((one) => one.memory).join();
     if (memory === this.memory) return;
     this.memory = memory;
@@ -44,6 +45,6 @@ export class FirstStart {
       button.append(make("strong", "", one.name), make("span", "small", `${describe(one)} · ${one.use}`));
       return make("li", "", button);
     }));
-    if (!found.length) setSentence(this.text, "No model of the catalog fits this swarm: add a PC, or name another model under Swarm.");
+    if (!found.length) setSentence(this.text, t("No model of the catalog fits this swarm: add a PC, or name another model under Swarm."));
   }
 }

@@ -1,5 +1,7 @@
 // Images of conversations: made fit for the endpoint, and kept in this browser.
 
+import { t } from "./language.js";
+
 // The endpoint's bounds of a request.
 export const MAX_IMAGES = 32, MAX_BODY_BYTES = 32 * 2 ** 20;
 // What a request needs beside its images.
@@ -10,12 +12,12 @@ const DATABASE = "molink", TABLE = "images";
 
 // Make an image file fit: { blob, width, height }, a PNG or JPEG; throws Error with a sentence.
 export async function prepareImage(file) {
-  if (file.size > MAX_FILE_BYTES) throw new Error(`${file.name} is too large: at most ${MAX_FILE_BYTES / 1e6} MB.`);
+  if (file.size > MAX_FILE_BYTES) throw new Error(t("{name} is too large: at most {size} MB.", { name: file.name, size: MAX_FILE_BYTES / 1e6 }));
   let picture;
   try {
     picture = await createImageBitmap(file);
   } catch {
-    throw new Error(`${file.name} is not an image that this browser can read.`);
+    throw new Error(t("{name} is not an image that this browser can read.", file));
   }
   const { width, height } = picture;
   if (file.size <= MAX_IMAGE_BYTES && Math.max(width, height) <= MAX_SIDE && await isStill(file)) {
@@ -54,9 +56,10 @@ async function drawImage(picture) {
 
 // Why images beside those of a chat do not fit into a request; empty if they do. Each has its `bytes`.
 export function whyTooMany(images) {
-  if (images.length > MAX_IMAGES) return `A chat takes at most ${MAX_IMAGES} images.`;
+  if (images.length > MAX_IMAGES) return t("A chat takes at most {count} images.", { count: MAX_IMAGES });
   const encoded = images.reduce((sum, one) => sum + Math.ceil(one.bytes / 3) * 4, 0);
-  return encoded > MAX_BODY_BYTES - TEXT_BYTES ? `The images of this chat are too large: together at most ${Math.floor((MAX_BODY_BYTES - TEXT_BYTES) * 0.75 / 1e6)} MB.` : "";
+  const room = MAX_BODY_BYTES - TEXT_BYTES;
+  return encoded > room ? t("The images of this chat are too large: together at most {size} MB.", { size: Math.floor(room * 0.75 / 1e6) }) : "";
 }
 
 export function toDataUrl(blob) {

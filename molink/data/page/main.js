@@ -1,6 +1,6 @@
 // Wires the page together: input, the open conversation, and running answers.
 
-import { Answering } from "./answering.js";
+import { Answering, firstToken } from "./answering.js";
 import { Attachments, showImage } from "./attachments.js";
 import { byId, icon, make, say, setText } from "./dom.js";
 import { call, takeOwnerToken } from "./endpoint.js";
@@ -13,7 +13,9 @@ import { browserStorage, Store } from "./store.js";
 import { Swarm, whyWaiting } from "./swarm.js";
 import { add, choose, imagesOf, path, splitThoughts } from "./tree.js";
 import { fit, MessageList } from "./message_list.js";
+import { language, t, translatePage } from "./language.js";
 
+translatePage();
 const NEW = "new";
 // Address of the view "Swarm".
 const MANAGE = "#swarm";
@@ -74,7 +76,7 @@ const prompts = new PromptsDialog(store, {
   system: (words) => {
     conversation.settings = { ...conversation.settings, system: words };
     if (store.conversations.has(conversation.id)) store.save(conversation);
-    say("This chat has that system prompt.");
+    say(t("This chat has that system prompt."));
   },
 });
 byId("open-prompts").addEventListener("click", () => prompts.open());
@@ -98,7 +100,7 @@ function view(swarms) {
 }
 
 function showTitle() {
-  const title = managing ? "Swarm" : conversation.title;
+  const title = managing ? t("Swarm") : conversation.title;
   document.title = title ? `${title} · molink` : "molink";
 }
 
@@ -143,7 +145,7 @@ function show() {
   sidebar.show(conversation.id);
   const busy = answers.has(conversation.id);
   send.replaceChildren(busy ? stopIcon : sendIcon);
-  send.setAttribute("aria-label", busy ? "Stop" : "Send");
+  send.setAttribute("aria-label", busy ? t("Stop") : t("Send"));
   showSend();
   swarm.expect(answers.size);
   showProgress();
@@ -185,7 +187,7 @@ function ended(mine, node, problem) {
   answers.delete(mine.id);
   if (store.conversations.has(mine.id)) store.save(mine);
   show();
-  if (mine === conversation && !problem) say(`Answer: ${splitThoughts(node.content).content.slice(0, 1000)}`);
+  if (mine === conversation && !problem) say(`${t("Answer")}: ${splitThoughts(node.content).content.slice(0, 1000)}`);
   if (problem?.status === 401) keyDialog.open(true);
 }
 
@@ -193,8 +195,9 @@ function ended(mine, node, problem) {
 function showContext() {
   const last = path(conversation).findLast((node) => node.context);
   const all = contexts.get(last?.model);
-  const used = last ? `${last.context.toLocaleString("en")}${all ? ` of ${all.toLocaleString("en")}` : ""} tokens of context used` : "";
-  setText(byId("context"), used);
+  const [used, whole] = [last?.context ?? 0, all ?? 0].map((number) => number.toLocaleString(language));
+  const shown = all ? t("{used} of {whole} tokens of context used", { used, whole }) : t("{used} tokens of context used", { used });
+  setText(byId("context"), last ? shown : "");
   byId("context").classList.toggle("wrong", Boolean(all) && last.context > 0.9 * all);
 }
 
@@ -203,8 +206,8 @@ function showProgress() {
   const answering = answers.get(conversation.id);
   const view = answering && messageList.views.get(answering.node.id);
   if (!view) return;
-  const rate = answering.rate ? ` · ${answering.rate.toFixed(1)} tokens/s` : "";
-  if (answering.first) view.showState(`first token in ${((answering.first - answering.started) / 1000).toFixed(2)} s${rate}`);
+  const rate = answering.rate ? ` · ${answering.rate.toFixed(1)} ${t("tokens/s")}` : "";
+  if (answering.first) view.showState(firstToken(answering) + rate);
   else view.showState(answering.elapsed < 0.5 ? "" : whyWaiting(swarm.summary, answering.node.model, answering.elapsed));
 }
 setInterval(showProgress, 500);
@@ -249,7 +252,7 @@ text.addEventListener("keydown", (event) => {
 });
 text.addEventListener("keydown", (event) => {
   if (event.key !== "ArrowUp" || text.value) return;
-  const edits = document.querySelectorAll("#log .mine [aria-label='Edit this message']:enabled");
+  const edits = document.querySelectorAll("#log .mine [data-act='edit']:enabled");
   if (!edits.length) return;
   event.preventDefault();
   edits[edits.length - 1].click();
@@ -339,7 +342,7 @@ async function loadModels() {
     return option;
   }));
   if (!names.length) {
-    models.append(make("option", "", "No model served"));
+    models.append(make("option", "", t("No model served")));
     models.options[0].value = "";
   }
   models.disabled = !names.length;

@@ -6,9 +6,10 @@ import { duration, layersOf } from "./ring.js";
 import { ago, bitRate, bytes } from "./units.js";
 import { Jobs, ModelShelf } from "./models.js";
 import { PcSettings } from "./pc_settings.js";
-import { stateOf } from "./swarm.js";
+import { pcs, stateOf } from "./swarm.js";
+import { t } from "./language.js";
 
-const NOT_OWNER = "To approve PCs or change models here, run `molink page` on this PC and open the address that it prints.";
+const NOT_OWNER = t("To approve PCs or change models here, run `molink page` on this PC and open the address that it prints.");
 
 export class Manage {
   // Calls `changed()` after an action of the owner.
@@ -26,8 +27,8 @@ export class Manage {
   // `kind`: serve, or pull to download only.
   async start(model, kind) {
     const others = this.served.filter((one) => !one.stopped && one.name !== model).map((one) => one.name);
-    const question = `Serve ${model} in place of ${others.join(", ")}? Their answers end.`;
-    if (kind === "serve" && others.length && !await confirmed(question, "Serve")) return;
+    const question = t("Serve {model} in place of {others}? Their answers end.", { model, others: others.join(", ") });
+    if (kind === "serve" && others.length && !await confirmed(question, t("Serve"))) return;
     this.jobs.run(model, kind);
     byId("jobs").scrollIntoView({ block: "nearest" });
   }
@@ -53,7 +54,7 @@ export class Manage {
   #showPcs(summary) {
     const shown = new Map();
     for (const pc of summary.pcs) {
-      const card = this.cards.get(pc.pc) ?? new PcCard((drained) => this.#act("/swarm/drain", { drained }, drained ? "Draining this PC" : "This PC takes layers again"));
+      const card = this.cards.get(pc.pc) ?? new PcCard((drained) => this.#act("/swarm/drain", { drained }, drained ? t("Draining this PC") : t("This PC takes layers again")));
       card.update(pc, summary);
       shown.set(pc.pc, card);
     }
@@ -77,22 +78,22 @@ export class Manage {
     const field = make("input", "");
     field.autocomplete = "off";
     field.inputMode = "numeric";
-    const label = make("label", "field", `Code that ${name} shows `, field);
+    const label = make("label", "field", `${t("Code that {name} shows", { name })} `, field);
     const wrong = make("p", "wrong");
     wrong.setAttribute("role", "alert");
     const form = make("form", "", label, make("div", "row",
-      textButton("Refuse", () => this.#act("/swarm/pairing", { code, approve: false }, `Refused ${name}`, wrong)),
-      make("button", "main", "Approve")), wrong);
+      textButton(t("Refuse"), () => this.#act("/swarm/pairing", { code, approve: false }, t("Refused {name}", { name }), wrong)),
+      make("button", "main", t("Approve"))), wrong);
     form.addEventListener("submit", (event) => {
       event.preventDefault();
       const typed = field.value.trim();
       if (!typed) return field.focus();
       const digits = (text) => text.replace(/\D/g, "");
       if (digits(typed) !== digits(code)) {
-        setText(wrong, "That PC asked with another code. If its screen shows the one you typed, an attacker is in between: refuse it.");
+        setText(wrong, t("That PC asked with another code. If its screen shows the one you typed, an attacker is in between: refuse it."));
         return field.select();
       }
-      this.#act("/swarm/pairing", { code, approve: true }, `Approved ${name}`, wrong);
+      this.#act("/swarm/pairing", { code, approve: true }, t("Approved {name}", { name }), wrong);
     });
     return make("li", "card", make("h4", "", name), make("p", "small", address), form);
   }
@@ -105,7 +106,7 @@ export class Manage {
     if (text === this.servedText) return;
     this.servedText = text;
     byId("served-list").replaceChildren(...rows.map((row) => row.make()));
-    if (!rows.length) byId("served-list").append(make("li", "", "No model is served."));
+    if (!rows.length) byId("served-list").append(make("li", "", t("No model is served.")));
   }
 
   #servedRow(one, summary) {
@@ -113,18 +114,18 @@ export class Manage {
     const stages = rings.flatMap((ring) => ring.stages);
     const ready = rings.some((ring) => ring.ready);
     const reason = rings.map((ring) => ring.reason).find(Boolean);
-    const state = one.stopped ? "stopped" : ready ? "ready" : reason || "forming";
+    const state = one.stopped ? t("stopped") : ready ? t("ready") : reason || t("forming");
     const count = new Set(stages.map((stage) => stage.pc)).size;
-    const facts = [state, count ? `${count} ${count === 1 ? "PC" : "PCs"}` : "", one.quantize && one.quantize !== "none" ? one.quantize : ""];
+    const facts = [state, count ? pcs(count) : "", one.quantize && one.quantize !== "none" ? one.quantize : ""];
     const about = facts.filter(Boolean).join(" · ");
     const owned = Boolean(this.owner);
     return {
       text: `${one.name} ${about} ${owned}`,
       make: () => {
         const act = one.stopped
-          ? textButton("Serve", () => this.jobs.run(one.name, "serve"))
-          : textButton("Unload", async () => {
-            if (await confirmed(`Unload ${one.name} on all PCs of the swarm?`, "Unload")) this.#act("/swarm/stop", { model: one.name }, `Unloading ${one.name}`);
+          ? textButton(t("Serve"), () => this.jobs.run(one.name, "serve"))
+          : textButton(t("Unload"), async () => {
+            if (await confirmed(t("Unload {name} on all PCs of the swarm?", one), t("Unload"))) this.#act("/swarm/stop", { model: one.name }, t("Unloading {name}", one));
           });
         act.setAttribute("aria-label", `${act.textContent} ${one.name}`);
         return make("li", "item", make("div", "", make("strong", "", one.name), make("span", "small", about)), ...(owned ? [act] : []));
@@ -140,7 +141,7 @@ export class Manage {
 
   #showTransfers(transfers) {
     setLines(byId("transfer-list"), transfers.map(({ pc, model, done, total, rate }) =>
-      `${pc} fetches ${model}: ${bytes(done)} of ${bytes(total)}${rate ? `, ${bytes(rate)}/s` : ""}`));
+      t("{pc} fetches {model}: {done} of {total}", { pc, model, done: bytes(done), total: bytes(total) }) + (rate ? `, ${bytes(rate)}/s` : "")));
   }
 
   // Tell the endpoint to do something; an error is shown in `place`.
@@ -173,28 +174,31 @@ class PcCard {
 
   update(pc, { rings, owner }) {
     const mine = owner?.pc === pc.pc;
-    setText(this.name, mine ? `${pc.pc} (this PC)` : pc.pc);
-    setText(this.device, [pc.device, pc.doing].filter(Boolean).join(" · "));
+    setText(this.name, mine ? t("{pc} (this PC)", pc) : pc.pc);
+    setText(this.device, [pc.device, t(pc.doing)].filter(Boolean).join(" · "));
     const used = pc.weights + pc.kv;
     this.bar.hidden = !pc.memory;
     const [weights, kv] = this.bar.children;
     weights.style.width = share(pc.weights, pc.memory);
     kv.style.width = share(pc.kv, pc.memory);
-    setText(this.memory, pc.memory ? used ? `${bytes(pc.weights)} of weights and ${bytes(pc.kv)} for conversations, of ${bytes(pc.memory)}` : `${bytes(pc.memory)} of memory` : "");
+    const [inWeights, inKv, memory] = [pc.weights, pc.kv, pc.memory].map(bytes);
+    const shown = used ? t("{inWeights} of weights and {inKv} for conversations, of {memory}", { inWeights, inKv, memory }) : t("{memory} of memory", { memory });
+    setText(this.memory, pc.memory ? shown : "");
     this.#showStages(rings.flatMap((ring) => ring.stages.map((stage, at) => ({ ring, stage, at }))).filter(({ stage }) => stage.pc === pc.pc));
     this.drained = Boolean(mine && owner.drained);
     this.button.hidden = !mine;
-    setText(this.button, this.drained ? "Hold layers again" : "Drain: move its layers away");
+    setText(this.button, this.drained ? t("Hold layers again") : t("Drain: move its layers away"));
   }
 
   #showStages(held) {
     const lines = held.map(({ ring, stage, at }) => {
       const facts = [`${ring.model}: ${layersOf(stage)}`];
-      if (stage.doing) facts.push(stage.doing);
-      else if (stage.busy !== null) facts.push(`busy ${stage.busy} %`);
+      if (stage.doing) facts.push(t(stage.doing));
+      else if (stage.busy !== null) facts.push(t("busy {share} %", { share: stage.busy }));
       if (ring.stages.length > 1 && stage.link_s) {
         const to = ring.stages[(at + 1) % ring.stages.length].pc;
-        facts.push(`${duration(stage.link_s)}${stage.link_rate ? `, ${bitRate(stage.link_rate)}` : ""} to ${to}`);
+        const link = duration(stage.link_s) + (stage.link_rate ? `, ${bitRate(stage.link_rate)}` : "");
+        facts.push(t("{link} to {pc}", { link, pc: to }));
       }
       return facts.join(" · ");
     });

@@ -5,6 +5,7 @@ import { copyButton, make } from "./dom.js";
 import { formulas, renderFormulas } from "./math.js";
 import { Marked } from "./vendor/marked.js";
 import DOMPurify from "./vendor/purify.js";
+import { t } from "./language.js";
 
 // Longer texts and paragraphs are shown as plain text; longer code is not highlighted.
 const LONGEST = 300_000, LONGEST_PARAGRAPH = 20_000, LONGEST_CODE = 40_000;
@@ -132,7 +133,7 @@ function scrolls(table) {
   const box = make("div", "wide");
   box.tabIndex = 0;
   box.setAttribute("role", "region");
-  box.setAttribute("aria-label", "Table");
+  box.setAttribute("aria-label", t("Table"));
   table.replaceWith(box);
   box.append(table);
 }
@@ -141,11 +142,11 @@ function scrolls(table) {
 function dress(pre, open) {
   const code = pre.querySelector("code") ?? pre;
   const language = /language-(\S+)/.exec(code.className)?.[1] ?? "";
-  const head = make("div", "code-head", make("span", "", language), copyButton("Copy the code", () => code.textContent.trimEnd()));
+  const head = make("div", "code-head", make("span", "", language), copyButton(t("Copy the code"), () => code.textContent.trimEnd()));
   const box = make("div", "code", head);
   pre.tabIndex = 0;
   pre.setAttribute("role", "region");
-  pre.setAttribute("aria-label", language ? `Code, ${language}` : "Code");
+  pre.setAttribute("aria-label", language ? t("Code, {language}", { language }) : t("Code"));
   pre.replaceWith(box);
   box.append(pre);
   if (!open && language && code.textContent.length < LONGEST_CODE) colour(code, language.toLowerCase());

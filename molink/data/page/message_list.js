@@ -4,6 +4,7 @@
 import { arrange, copyButton, iconButton, make, setSentence, setText, textButton } from "./dom.js";
 import { MarkdownView } from "./markdown.js";
 import { path, splitThoughts, versions } from "./tree.js";
+import { t } from "./language.js";
 
 export class MessageList {
   // `act` provides edit(node, text), retry(node), more(node), choose(node), draft(name), setDraft(name, text), and
@@ -12,8 +13,8 @@ export class MessageList {
     this.log = log;
     this.act = act;
     this.views = new Map();
-    this.empty = make("div", "hello", make("strong", "", "What would you like to know?"),
-      "Answers are computed by the PCs of your swarm. Conversations stay in this browser.");
+    this.empty = make("div", "hello", make("strong", "", t("What would you like to know?")),
+      t("Answers are computed by the PCs of your swarm. Conversations stay in this browser."));
     // Where models are offered if none is served.
     this.offers = make("div", "");
     this.empty.append(this.offers);
@@ -43,8 +44,8 @@ class Versions {
   constructor(act) {
     this.act = act;
     this.word = make("span", "small");
-    this.before = iconButton("back", "Earlier version", () => this.#go(-1));
-    this.after = iconButton("forward", "Later version", () => this.#go(1));
+    this.before = iconButton("back", t("Earlier version"), () => this.#go(-1));
+    this.after = iconButton("forward", t("Later version"), () => this.#go(1));
     this.element = make("span", "versions", this.before, this.word, this.after);
   }
 
@@ -69,13 +70,14 @@ class Question {
     this.act = act;
     this.draft = `${conversation.id}/${node.id}`;
     this.versions = new Versions(act);
-    this.editButton = iconButton("edit", "Edit this message", () => this.#edit(this.node.content));
+    this.editButton = iconButton("edit", t("Edit this message"), () => this.#edit(this.node.content));
+    this.editButton.dataset.act = "edit";
     this.bubble = make("div", "bubble", node.content);
     this.bubble.hidden = !node.content;
     this.images = make("ul", "thumbnails", ...(node.images ?? []).map((one) => make("li", "", act.image(one))));
-    this.tools = make("div", "tools", this.versions.element, this.editButton, copyButton("Copy this message", () => node.content));
+    this.tools = make("div", "tools", this.versions.element, this.editButton, copyButton(t("Copy this message"), () => node.content));
     this.element = make("article", "turn mine", this.images, this.bubble, this.tools);
-    this.element.setAttribute("aria-label", "You");
+    this.element.setAttribute("aria-label", t("You"));
     const begun = act.draft(this.draft);
     if (begun) this.#edit(begun, false);
   }
@@ -90,7 +92,7 @@ class Question {
   #edit(text, focus = true) {
     const area = make("textarea", "");
     area.value = text;
-    area.setAttribute("aria-label", "Edited message");
+    area.setAttribute("aria-label", t("Edited message"));
     area.addEventListener("input", () => { this.act.setDraft(this.draft, area.value); fit(area); });
     const send = () => {
       if (!area.value.trim() && !this.node.images?.length) return;
@@ -102,7 +104,7 @@ class Question {
       if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); send(); }
     });
     const buttons = make("div", "row",
-      textButton("Cancel", () => { this.#close(); this.editButton.focus(); }), textButton("Send", send, "main"));
+      textButton(t("Cancel"), () => { this.#close(); this.editButton.focus(); }), textButton(t("Send"), send, "main"));
     this.editor = make("div", "editor", area, buttons);
     this.element.replaceChildren(this.images, this.editor);
     if (focus) area.focus();
@@ -122,21 +124,21 @@ class Answer {
     this.body = make("div", "body");
     this.markdown = new MarkdownView(this.body, node.plain);
     this.thought = make("div", "thought");
-    this.summary = make("summary", "", "Reasoning");
+    this.summary = make("summary", "", t("Reasoning"));
     this.thoughts = make("details", "thoughts", this.summary, this.thought);
     this.state = make("p", "note");
     this.problem = make("div", "problem");
     this.problem.setAttribute("role", "alert");
     this.sentence = make("span", "");
-    this.retry = textButton("Try again", () => act.retry(node));
+    this.retry = textButton(t("Try again"), () => act.retry(node));
     this.problem.append(this.sentence, this.retry);
-    this.regenerate = iconButton("retry", "Regenerate", () => act.retry(node));
-    this.more = textButton("Continue", () => act.more(node));
+    this.regenerate = iconButton("retry", t("Regenerate"), () => act.retry(node));
+    this.more = textButton(t("Continue"), () => act.more(node));
     this.versions = new Versions(act);
-    const copy = copyButton("Copy this answer", () => splitThoughts(node.content).content);
+    const copy = copyButton(t("Copy this answer"), () => splitThoughts(node.content).content);
     this.tools = make("div", "tools", this.versions.element, this.regenerate, copy, this.more);
     this.element = make("article", "turn theirs", this.thoughts, this.body, this.problem, this.state, this.tools);
-    this.element.setAttribute("aria-label", "Answer");
+    this.element.setAttribute("aria-label", t("Answer"));
     this.painted = -Infinity;
   }
 
@@ -148,7 +150,7 @@ class Answer {
     this.more.hidden = !this.node.cut || mine;
     this.more.disabled = Boolean(answering);
     this.#paint(mine ? answering : null);
-    setText(this.state, mine ? "" : this.node.note ?? "");
+    setText(this.state, mine ? "" : t(this.node.note ?? ""));
     const text = mine ? "" : this.node.problem ?? "";
     this.problem.hidden = !text;
     setSentence(this.sentence, text);
@@ -171,7 +173,7 @@ class Answer {
     const begun = Boolean(split.content);
     this.thoughts.hidden = !thoughts;
     if (thoughts) setText(this.thought, thoughts);
-    setText(this.summary, answering && !begun ? "Thinking…" : "Reasoning");
+    setText(this.summary, answering && !begun ? t("Thinking…") : t("Reasoning"));
     this.body.hidden = !begun;
     if (begun) this.markdown.show(split.content, !answering);
     if (this.markdown.plain) this.node.plain = true; // also after a reload

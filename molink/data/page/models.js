@@ -3,10 +3,13 @@
 import { arrange, byId, make, say, setSentence, setText, textButton } from "./dom.js";
 import { call, lines } from "./endpoint.js";
 import { bytes, count } from "./units.js";
+import { t } from "./language.js";
 
 // How many models are listed before "Show all".
 const SHOWN = 8;
-const STATES = { looking: "Looking for", fetching: "Fetching", hashing: "Checking", asked: "Loading" };
+const STATES = {
+  looking: t("Looking for {model}"), fetching: t("Fetching {model}"), hashing: t("Checking {model}"), asked: t("Loading {model}"),
+};
 
 // Models of this PC and of the catalog, with sizes, and how they would fit.
 export class ModelShelf {
@@ -32,7 +35,7 @@ export class ModelShelf {
     try {
       this.answer = await (await call("/swarm/models")).json();
       const { place, memory } = this.answer;
-      setText(byId("models-place"), `Fit and speed of one answer: on ${place}, ${bytes(memory)} of memory. Sizes are computed, speeds predicted.`);
+      setText(byId("models-place"), t("Fit and speed of one answer: on {place}, {memory} of memory. Sizes are computed, speeds predicted.", { place: t(place), memory: bytes(memory) }));
       this.#show();
     } catch (error) {
       setSentence(byId("models-place"), error.message);
@@ -50,16 +53,16 @@ export class ModelShelf {
       ...catalog.filter((one) => matches(`${one.name} ${one.use} ${one.license}`)).sort((a, b) => first(a) - first(b)).map((one) => this.#catalogRow(one)),
     ];
     const named = byId("model-search").value.trim();
-    if (/^[\w.-]+\/[\w./-]+$/.test(named)) found.unshift(this.#row(named, "of the Hugging Face hub", named, true));
+    if (/^[\w.-]+\/[\w./-]+$/.test(named)) found.unshift(this.#row(named, t("of the Hugging Face hub"), named, true));
     const whole = this.all || words.length;
     byId("model-list").replaceChildren(...(whole ? found : found.slice(0, SHOWN)));
-    if (!found.length) byId("model-list").append(make("li", "", "No model of that name. Any model of the hub can be named OWNER/NAME."));
+    if (!found.length) byId("model-list").append(make("li", "", t("No model of that name. Any model of the hub can be named OWNER/NAME.")));
     byId("more-models").hidden = words.length > 0 || found.length <= SHOWN;
-    setText(byId("more-models"), this.all ? "Show fewer" : `Show all ${found.length}`);
+    setText(byId("more-models"), this.all ? t("Show fewer") : t("Show all {count}", { count: found.length }));
   }
 
   #localRow(one) {
-    return this.#row(one.name, `on this PC · ${bytes(one.size)}`, one.source, false);
+    return this.#row(one.name, `${t("on this PC")} · ${bytes(one.size)}`, one.source, false);
   }
 
   #catalogRow(one) {
@@ -67,13 +70,13 @@ export class ModelShelf {
   }
 
   #row(name, about, source, fetched, fits = true) {
-    const serve = textButton("Serve", () => this.start(source, "serve"));
-    serve.setAttribute("aria-label", `Serve ${name}`);
+    const serve = textButton(t("Serve"), () => this.start(source, "serve"));
+    serve.setAttribute("aria-label", t("Serve {name}", { name }));
     serve.disabled = !fits;
     const acts = make("div", "acts", serve);
     if (fetched) {
-      const pull = textButton("Download", () => this.start(source, "pull"));
-      pull.setAttribute("aria-label", `Download ${name} to this PC`);
+      const pull = textButton(t("Download"), () => this.start(source, "pull"));
+      pull.setAttribute("aria-label", t("Download {name} to this PC", { name }));
       acts.append(pull);
     }
     return make("li", "item", make("div", "", make("strong", "", name), make("span", "small", about)), acts);
@@ -82,9 +85,9 @@ export class ModelShelf {
 
 // Parameters, size and expected speed of a model of the catalog.
 export function describe(one) {
-  const speed = one.tokens_per_s ? `about ${one.tokens_per_s < 10 ? one.tokens_per_s.toFixed(1) : Math.round(one.tokens_per_s)} tokens/s` : "";
-  const fit = one.quantize === null ? "does not fit" : one.quantize === "none" ? "" : `fits with ${one.quantize}`;
-  return [`${count(one.parameters)} parameters`, `${bytes(one.download)}`, fit || speed].filter(Boolean).join(" · ");
+  const speed = one.tokens_per_s ? t("about {rate} tokens/s", { rate: one.tokens_per_s < 10 ? one.tokens_per_s.toFixed(1) : Math.round(one.tokens_per_s) }) : "";
+  const fit = one.quantize === null ? t("does not fit") : one.quantize === "none" ? "" : t("fits with {quantize}", one);
+  return [t("{count} parameters", { count: count(one.parameters) }), `${bytes(one.download)}`, fit || speed].filter(Boolean).join(" · ");
 }
 
 // Models that are fetched or loaded at the moment.
@@ -103,17 +106,17 @@ export class Jobs {
     job.text = make("span", "");
     job.bar = make("progress", "");
     job.bar.max = 1;
-    job.bar.setAttribute("aria-label", `${kind === "pull" ? "Download" : "Progress"} of ${model}`);
-    const close = textButton("Close", () => { job.abort.abort(); this.#remove(name); });
-    close.setAttribute("aria-label", `Close the progress of ${model}`);
+    job.bar.setAttribute("aria-label", kind === "pull" ? t("Download of {model}", { model }) : t("Progress of {model}", { model }));
+    const close = textButton(t("Close"), () => { job.abort.abort(); this.#remove(name); });
+    close.setAttribute("aria-label", t("Close the progress of {model}", { model }));
     job.element = make("div", "job", job.text, job.bar, close);
     this.jobs.set(name, job);
     this.#arrange();
-    setText(job.text, `Looking for ${model}…`);
+    setText(job.text, `${t("Looking for {model}", { model })}…`);
     try {
       const [path, body] = kind === "pull" ? ["/api/pull", { model }] : ["/swarm/serve", { model }];
       for await (const line of lines(await call(path, { body, signal: job.abort.signal }))) this.#progress(job, model, line);
-      setText(job.text, kind === "pull" ? `${model} is on this PC.` : `The swarm loads ${model}: see its state above.`);
+      setText(job.text, kind === "pull" ? t("{model} is on this PC.", { model }) : t("The swarm loads {model}: see its state above.", { model }));
       say(job.text.textContent);
     } catch (error) {
       if (error.name === "AbortError") return;
@@ -136,10 +139,10 @@ export class Jobs {
   #progress(job, model, line) {
     job.served = line.name || job.served;
     const done = line.done ?? line.completed ?? 0, total = line.total ?? 0;
-    const word = STATES[line.state] ?? "Fetching";
+    const word = (STATES[line.state] ?? STATES.fetching).replace("{model}", () => model);
     if (total) job.bar.value = done / total;
     else job.bar.removeAttribute("value");
-    setText(job.text, `${word} ${model}${total ? `: ${bytes(done)} of ${bytes(total)}` : "…"}`);
+    setText(job.text, word + (total ? `: ${t("{done} of {total}", { done: bytes(done), total: bytes(total) })}` : "…"));
   }
 
   #remove(name) {

@@ -2,6 +2,7 @@
 
 import { byId, make, say, setText } from "./dom.js";
 import { call } from "./endpoint.js";
+import { t } from "./language.js";
 
 export class PcSettings {
   // Load them when the view is opened by the owner.
@@ -25,7 +26,7 @@ export class PcSettings {
     field.append(...choices.map((choice) => make("option", "", choice)));
     field.value = value;
     field.addEventListener("change", () => this.#change(name, field.value));
-    const set = source ? `${name}, set by ${source}` : name;
+    const set = source ? t("{name}, set by {source}", { name, source }) : name;
     return make("li", "", make("label", "item", make("span", "", about, make("span", "small", set)), field));
   }
 
@@ -33,7 +34,7 @@ export class PcSettings {
     try {
       await call("/swarm/settings", { body: { name, value } });
       setText(byId("setting-wrong"), "");
-      say(`${name} saved`);
+      say(t("{name} saved", { name }));
       this.#load();
     } catch (error) {
       setText(byId("setting-wrong"), error.message);

@@ -1,6 +1,7 @@
 // Saved prompts: texts with names, to insert into a message or to use as a chat's system prompt.
 
 import { byId, iconButton, make, textButton } from "./dom.js";
+import { t } from "./language.js";
 
 export class PromptsDialog {
   // `act` provides text(), insert(text) and system(text).
@@ -33,11 +34,11 @@ export class PromptsDialog {
         button.setAttribute("aria-label", `${word}: ${name}`);
         return button;
       };
-      const remove = iconButton("trash", `Delete ${name}`, () => { this.store.savePrompt(name, ""); this.#show(); });
+      const remove = iconButton("trash", t("Delete {name}", { name }), () => { this.store.savePrompt(name, ""); this.#show(); });
       const about = make("div", "", make("strong", "", name), make("span", "small", text.slice(0, 120)));
-      return make("li", "item", about, make("div", "acts", use("Insert", this.act.insert), use("As system prompt", this.act.system), remove));
+      return make("li", "item", about, make("div", "acts", use(t("Insert"), this.act.insert), use(t("As system prompt"), this.act.system), remove));
     });
     byId("prompt-list").replaceChildren(...rows);
-    if (!rows.length) byId("prompt-list").append(make("li", "small", "None yet: save a text that you use often."));
+    if (!rows.length) byId("prompt-list").append(make("li", "small", t("None yet: save a text that you use often.")));
   }
 }

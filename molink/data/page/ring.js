@@ -4,6 +4,7 @@
 // slowed down enough to follow; the caption names the factor.
 
 import { make, setSentence, setText, svg } from "./dom.js";
+import { t } from "./language.js";
 
 const SIZE = 300, MIDDLE = SIZE / 2, RADIUS = 92, STAGE_RADIUS = 21;
 // Minimum seconds per animated pass.
@@ -72,7 +73,7 @@ export class Ring {
     if (at === 0) {
       const rate = this.ring.tokens_per_s;
       setText(this.rate, rate ? rate.toFixed(1) : "");
-      setText(this.unit, rate ? "tokens/s" : !this.ring.ready ? "not ready" : this.ring.running ? "busy" : "idle");
+      setText(this.unit, rate ? t("tokens/s") : !this.ring.ready ? t("not ready") : this.ring.running ? t("busy") : t("idle"));
     }
   }
 
@@ -81,8 +82,8 @@ export class Ring {
     const slower = Math.max(1, MIN_PASS_S / round);
     const times = slower >= 10 ? Math.round(slower) : slower.toFixed(1);
     const shown = moving && !still.matches;
-    const slow = slower > 1.05 ? ` (animation slowed ${times}×)` : "";
-    setText(this.timing, round > 1e-6 ? `One pass takes about ${duration(round)}${shown ? slow : ""}.` : "");
+    const slow = shown && slower > 1.05 ? ` ${t("(animation slowed {times}×)", { times })}` : "";
+    setText(this.timing, round > 1e-6 ? t("One pass takes about {time}{slow}.", { time: duration(round), slow }) : "");
     this.dot?.toggleAttribute("hidden", !shown);
     if (shown === this.moving) return;
     this.moving = shown;
@@ -141,23 +142,24 @@ export function whereIs(ring, seconds) {
 }
 
 function stateOf(ring) {
-  if (!ring.ready) return `Not ready: ${ring.reason || "the pipeline is forming"}.`;
-  const run = ring.running ? `${ring.running} running` : "Idle";
-  const wait = ring.waiting ? `, ${ring.waiting} waiting` : "";
+  if (!ring.ready) return t("Not ready: {reason}.", { reason: ring.reason || t("the pipeline is forming") });
+  const { running, waiting } = ring;
+  const run = running ? t("{running} running", { running }) : t("Idle");
+  const wait = waiting ? `, ${t("{waiting} waiting", { waiting })}` : "";
   return `${run}${wait}.${ring.reason ? ` ${ring.reason}.` : ""}`;
 }
 
 function describe(stage, share, several) {
   const parts = [stage.pc, layersOf(stage), stage.device];
-  if (stage.doing) parts.push(stage.doing);
-  else if (share !== null) parts.push(`busy ${share} %`);
-  if (several && stage.link_s) parts.push(`${duration(stage.link_s)} to next stage`);
+  if (stage.doing) parts.push(t(stage.doing));
+  else if (share !== null) parts.push(t("busy {share} %", { share }));
+  if (several && stage.link_s) parts.push(t("{time} to next stage", { time: duration(stage.link_s) }));
   return parts.filter(Boolean).join(" · ");
 }
 
 // Layers are counted from 1 here.
 export function layersOf({ layers: [first, last] }) {
-  return last - first === 1 ? `layer ${last}` : `layers ${first + 1}–${last}`;
+  return last - first === 1 ? t("layer {last}", { last }) : t("layers {first}–{last}", { first: first + 1, last });
 }
 
 export function duration(seconds) {

@@ -2,6 +2,7 @@
 
 import { byId, confirmed, setText } from "./dom.js";
 import { apiKey, tryApiKey } from "./endpoint.js";
+import { t } from "./language.js";
 
 // Fields that each conversation may have its own of, and one that all share.
 const OWN = [
@@ -9,7 +10,7 @@ const OWN = [
   "seed", "thinking", "stop",
 ];
 const FIELDS = [...OWN, "theme"];
-const EMPTY = { all: "(empty: model default)", this: "(empty: as for all chats)" };
+const EMPTY = { all: t("(empty: model default)"), this: t("(empty: as for all chats)") };
 
 export function applyTheme(theme) {
   if (theme === "light" || theme === "dark") document.documentElement.dataset.theme = theme;
@@ -30,7 +31,7 @@ export class SettingsDialog {
     byId("keep").addEventListener("change", () => store.set({ keep: byId("keep").checked }));
     byId("settings-done").addEventListener("click", () => this.#finish(unlocked));
     byId("delete-all").addEventListener("click", async () => {
-      if (!await confirmed("Delete all conversations in this browser?", "Delete all")) return;
+      if (!await confirmed(t("Delete all conversations in this browser?"), t("Delete all"))) return;
       store.removeAll();
       emptied();
     });
@@ -61,7 +62,7 @@ export class SettingsDialog {
     const key = byId("key");
     if (key.value.trim() !== apiKey()) {
       if (!await tryApiKey(key.value)) {
-        setText(byId("settings-wrong"), "API key: the endpoint refuses it.");
+        setText(byId("settings-wrong"), t("API key: the endpoint refuses it."));
         return key.focus();
       }
       unlocked();
@@ -102,7 +103,7 @@ export class KeyDialog {
     this.field = byId("ask-key");
     const unlock = async () => {
       const accepted = await tryApiKey(this.field.value);
-      setText(byId("ask-wrong"), accepted ? "" : "The endpoint refuses this key.");
+      setText(byId("ask-wrong"), accepted ? "" : t("The endpoint refuses this key."));
       if (!accepted) return this.field.select();
       this.dialog.close();
       unlocked();

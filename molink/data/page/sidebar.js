@@ -2,6 +2,7 @@
 
 import { arrange, byId, confirmed, download, iconButton, make, setText, textButton } from "./dom.js";
 import { asJson, asMarkdown, parseConversations, textOf } from "./tree.js";
+import { t } from "./language.js";
 
 // Larger files are not read.
 const MAX_IMPORT_BYTES = 200_000_000;
@@ -38,7 +39,7 @@ export class Sidebar {
     const matches = (one) => !words.length || words.every((word) => textOf(one).toLowerCase().includes(word));
     for (const one of this.store.sorted().filter(matches)) {
       const row = this.rows.get(one.id) ?? this.#make(one.id);
-      setText(row.title, one.title || "New chat");
+      setText(row.title, one.title || t("New chat"));
       row.title.title = one.title;
       row.title.classList.toggle("busy", this.act.answers(one.id));
       if (one.id === current) row.title.setAttribute("aria-current", "true");
@@ -50,10 +51,10 @@ export class Sidebar {
     byId("save-as").hidden = !this.store.conversations.has(current);
     byId("save-all").disabled = !this.store.conversations.size;
     const { keep } = this.store.settings;
-    const none = words.length ? "No conversation has these words." : "No conversations yet.";
+    const none = words.length ? t("No conversation has these words.") : t("No conversations yet.");
     const text = rows.size ? "" : none;
-    const lost = this.store.full ? "Browser storage is full: save this conversation before you close the page." : "";
-    setText(byId("storage-state"), lost || (keep ? text : "Conversations are not saved and are lost when this page closes."));
+    const lost = this.store.full ? t("Browser storage is full: save this conversation before you close the page.") : "";
+    setText(byId("storage-state"), lost || (keep ? text : t("Conversations are not saved and are lost when this page closes.")));
   }
 
   #make(id) {
@@ -61,12 +62,12 @@ export class Sidebar {
     const title = make("button", "title");
     title.type = "button";
     title.addEventListener("click", () => this.act.open(id));
-    const remove = iconButton("trash", "Delete", async () => {
-      if (!await confirmed(`Delete “${find().title || "New chat"}”?`, "Delete")) return;
+    const remove = iconButton("trash", t("Delete"), async () => {
+      if (!await confirmed(t("Delete “{title}”?", { title: find().title || t("New chat") }), t("Delete"))) return;
       this.store.remove(id);
       this.act.removed(id);
     });
-    const rename = iconButton("edit", "Rename", () => this.#rename(find(), title));
+    const rename = iconButton("edit", t("Rename"), () => this.#rename(find(), title));
     return { title, element: make("li", "", title, make("span", "tools", rename, remove)) };
   }
 
@@ -75,7 +76,7 @@ export class Sidebar {
     const field = make("input", "");
     field.value = conversation.title;
     field.maxLength = 200;
-    field.setAttribute("aria-label", "Title");
+    field.setAttribute("aria-label", t("Title"));
     let open = true;
     const close = (keep) => {
       if (!open) return; // leaving the field closes it, too
@@ -103,9 +104,9 @@ export class Sidebar {
       if (file.size > MAX_IMPORT_BYTES) throw new Error("too large");
       const found = parseConversations(await file.text());
       this.store.take(found);
-      setText(byId("import-state"), `${found.conversations.length} imported.`);
+      setText(byId("import-state"), t("{count} imported.", { count: found.conversations.length }));
     } catch {
-      setText(byId("import-state"), `${file.name} holds no conversations that were saved as JSON.`);
+      setText(byId("import-state"), t("{name} holds no conversations that were saved as JSON.", file));
     }
   }
 }

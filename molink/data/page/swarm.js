@@ -3,6 +3,7 @@
 import { arrange, byId, copyButton, make, setSentence, setText } from "./dom.js";
 import { call } from "./endpoint.js";
 import { Ring } from "./ring.js";
+import { t } from "./language.js";
 
 // Poll interval in seconds while the panel is open or an answer is pending, and otherwise.
 const ACTIVE_S = 1, IDLE_S = 10;
@@ -58,9 +59,9 @@ export class Swarm extends EventTarget {
     const pill = byId("open-swarm");
     pill.classList.toggle("ready", !failure && Boolean(this.summary?.ready));
     pill.classList.toggle("bad", Boolean(failure) || !this.summary?.ready);
-    const word = failure ? "Swarm" : pcs(this.summary.online);
+    const word = failure ? t("Swarm") : pcs(this.summary.online);
     setText(byId("swarm-word"), word);
-    pill.setAttribute("aria-label", `Swarm: ${failure ? "unknown" : `${word}, ${this.summary.ready ? "ready" : "not ready"}`}`);
+    pill.setAttribute("aria-label", `${t("Swarm")}: ${failure ? t("unknown") : `${word}, ${this.summary.ready ? t("ready") : t("not ready")}`}`);
     setSentence(byId("swarm-state"), failure ? failure.message : stateOf(this.summary));
     if (failure || !this.watchers.has("panel")) return this.rings.forEach((ring) => ring.stop());
     const { rings, pcs: all, join, pairings, owner } = this.summary;
@@ -70,45 +71,46 @@ export class Swarm extends EventTarget {
     rings.forEach((ring, at) => this.rings[at].update(ring));
     this.#list(all.filter((one) => !one.is_placed));
     this.#showJoin(join);
-    const how = owner ? "see Manage." : "run `molink approve` in a terminal.";
-    setSentence(byId("pairings"), pairings ? `${pcs(pairings)} waiting to join: ${how}` : "");
+    const how = owner ? t("see Manage.") : t("run `molink approve` in a terminal.");
+    setSentence(byId("pairings"), pairings ? t("{pcs} waiting to join: {how}", { pcs: pcs(pairings), how }) : "");
   }
 
   #list(others) {
-    const lines = others.map((one) => [one.pc, one.device, one.doing].filter(Boolean).join(" · "));
+    const lines = others.map((one) => [one.pc, one.device, t(one.doing)].filter(Boolean).join(" · "));
     if (lines.join("\n") === this.listed) return;
     this.listed = lines.join("\n");
     this.others.replaceChildren();
     if (!lines.length) return;
-    this.others.append(make("h3", "", "Other PCs"), make("ul", "stages", ...lines.map((line) => make("li", "", line))));
+    this.others.append(make("h3", "", t("Other PCs")), make("ul", "stages", ...lines.map((line) => make("li", "", line))));
   }
 
   #showJoin(commands) {
     if (commands.join("\n") === this.commands) return;
     this.commands = commands.join("\n");
     byId("join-commands").replaceChildren(...commands.map((command, at) => make("div", "command",
-      make("span", "small", at ? "or, if it does not find the swarm:" : ""),
-      make("code", "", command), copyButton(`Copy ${command}`, () => command))));
+      make("span", "small", at ? t("or, if it does not find the swarm:") : ""),
+      make("code", "", command), copyButton(t("Copy {command}", { command }), () => command))));
   }
 }
 
 export function pcs(count) {
-  return count === 1 ? "1 PC" : `${count} PCs`;
+  return count === 1 ? t("1 PC") : t("{count} PCs", { count });
 }
 
 export function stateOf(summary) {
-  const offline = summary.offline ? `, ${summary.offline} offline` : "";
-  const state = summary.ready ? "ready" : `not ready${summary.trouble ? `: ${summary.trouble}` : ""}`;
-  return `${pcs(summary.online)} connected${offline}, ${state}.`;
+  const { ready, trouble, offline } = summary;
+  const state = ready ? t("ready") : t("not ready") + (trouble ? `: ${trouble}` : "");
+  const connected = t("{pcs} connected", { pcs: pcs(summary.online) });
+  return `${[connected, offline ? t("{offline} offline", { offline }) : "", state].filter(Boolean).join(", ")}.`;
 }
 
 // Explain why a request sent `elapsed` seconds ago has no token yet.
 export function whyWaiting(summary, model, elapsed) {
   const rings = (summary?.rings ?? []).filter((ring) => ring.model === model);
-  if (!summary) return "Waiting for the swarm…";
+  if (!summary) return t("Waiting for the swarm…");
   if (!rings.some((ring) => ring.ready)) {
     const reason = rings.map((ring) => ring.reason).find(Boolean) || summary.trouble;
-    return `The swarm is not ready${reason ? `: ${reason}` : ""}. The request is queued…`;
+    return `${t("The swarm is not ready")}${reason ? `: ${reason}` : ""}. ${t("The request is queued…")}`;
   }
   const requests = rings.flatMap((ring) => ring.requests);
   // The summary has no request ids: match by age.
@@ -116,12 +118,12 @@ export function whyWaiting(summary, model, elapsed) {
     .sort((a, b) => Math.abs(a.age_s - elapsed) - Math.abs(b.age_s - elapsed))[0];
   if (mine?.state === "prefill") {
     const share = mine.prompt ? Math.min(99, Math.round((100 * mine.computed) / mine.prompt)) : 0;
-    return `Processing ${mine.prompt} prompt tokens: ${share} %…`;
+    return t("Processing {prompt} prompt tokens: {share} %…", { prompt: mine.prompt, share });
   }
   if (mine?.state === "waiting") {
     const before = requests.filter((one) => one.state === "waiting" && one.age_s > mine.age_s).length;
     const run = rings.reduce((sum, ring) => sum + ring.running, 0);
-    return `Queued: ${run} running, ${before} ahead of this request…`;
+    return t("Queued: {run} running, {before} ahead of this request…", { run, before });
   }
-  return "Waiting for the first token…";
+  return t("Waiting for the first token…");
 }

@@ -1,5 +1,7 @@
 // Quantities in few characters.
 
+import { t } from "./language.js";
+
 const SIZES = ["B", "kB", "MB", "GB", "TB", "PB"];
 
 function scaled(number, units) {
@@ -13,6 +15,6 @@ export const bitRate = (bytesPerSecond) => scaled(8 * bytesPerSecond, ["bit/s", 
 export const count = (number) => scaled(number, ["", "k", "M", "B", "T"]).trim();
 
 export function ago(seconds) {
-  const [, unit, name] = [[100, 1, "s"], [6000, 60, "min"], [172800, 3600, "h"], [Infinity, 86400, "d"]].find(([one]) => seconds < one);
-  return `${Math.floor(seconds / unit)} ${name} ago`;
+  const [, unit, name] = [[100, 1, "s"], [6000, 60, "min"], [172800, 3600, "h"], [Infinity, 86400, t("d")]].find(([one]) => seconds < one);
+  return t("{time} ago", { time: `${Math.floor(seconds / unit)} ${name}` });
 }
