@@ -13,14 +13,14 @@ class SequenceRows:
     """Consecutive rows of one request, at positions ``start … start + count - 1``.
 
     ``blocks`` is the request's whole block table: block ``i`` holds KV of positions ``i *
-    block_size …``. A single row after the first is a decode row, several are a prefill chunk; KV of
-    all earlier positions must be in these blocks.
+    block_size …``. A single row after the first position is a decode row, several rows are a
+    prefill chunk. KV of all earlier positions must be in these blocks.
 
-    ``max_positions`` is the length that the request may reach, 0 for its current one. Models that
-    rotate long sequences differently (LongRoPE) choose by it; requests that share blocks must agree
-    on it. Recurrent layers keep the request's state in ``state_slot``, and start afresh at position
-    0. ``adapter`` is the number of the request's adapter, 0 for none. ``images`` are those of
-    its prompt.
+    ``max_positions`` is the length that the request may reach, 0 for its current length. It selects
+    the angles of models that rotate long sequences differently (LongRoPE); requests that share
+    blocks must agree on it. Recurrent layers keep the request's state in ``state_slot``, and clear
+    it at position 0. ``adapter`` is the number of the request's adapter, 0 for none. ``images`` are
+    the images of its prompt.
     """
 
     start: int
@@ -33,7 +33,7 @@ class SequenceRows:
 
     @property
     def end(self) -> int:
-        """Tokens of the request up to and including these rows."""
+        """Length of the request up to and including these rows."""
         return self.start + self.count
 
 
@@ -41,10 +41,10 @@ class SequenceRows:
 class StageOutput:
     """Results of a step, on the device. The next step may overwrite them.
 
-    ``rows`` are those for the next stage, or logits of the last one, for which ``greedy`` has the
-    result of :func:`~molink.stage.sampling.greedy.find_greedy` if it was part of a CUDA graph.
-    ``normed`` are all rows of the last stage as the output head reads them (``[T, hidden_size]``),
-    if it has an MTP layer.
+    ``rows`` are the rows for the next stage, or the last stage's logits. ``greedy`` is the result
+    of :func:`~molink.stage.sampling.greedy.find_greedy` for the logits, if it was part of a CUDA
+    graph. ``normed`` has all rows that the last stage's output head reads (``[T, hidden_size]``),
+    if the stage has an MTP layer.
     """
 
     rows: Tensor
@@ -54,9 +54,10 @@ class StageOutput:
 
 @dataclass(frozen=True, slots=True)
 class MtpInput:
-    """Rows ``[T, hidden_size]`` as the output head reads them, and the ``tokens`` after each.
+    """Rows ``[T, hidden_size]`` that the output head reads, and the token after each in ``tokens``.
 
-    ``sequences`` has their positions, in order; logits are wanted of ``logit_rows``.
+    ``sequences`` has their positions, in order; ``logit_rows`` selects the rows whose logits are
+    computed.
     """
 
     normed: Tensor
@@ -67,8 +68,11 @@ class MtpInput:
 
 @dataclass(frozen=True, slots=True)
 class MtpOutput:
-    """Of the ``logit_rows``: rows ``[n, hidden_size]`` as the output head reads them, and float32
-    logits ``[n, vocab_size]`` of the token after the next."""
+    """Results of the ``logit_rows``.
+
+    They are rows ``[n, hidden_size]`` that the output head reads, and float32 logits ``[n,
+    vocab_size]`` of the token after the next.
+    """
 
     normed: Tensor
     logits: Tensor
@@ -89,9 +93,9 @@ class ImageRows:
 class StageInput:
     """Token-flat rows of a micro-batch, in the order of ``sequences``.
 
-    The first stage gets ``tokens`` (int64 ``[T]``), others ``hidden`` (``[T, hidden_size]``, any
-    float dtype). The last stage returns logits of the rows ``logit_rows``, or their normed rows.
-    ``tokens`` that stand for ``image_rows`` may be any of the vocabulary.
+    The first stage gets ``tokens`` (int64 ``[T]``), other stages ``hidden`` (``[T, hidden_size]``,
+    any float dtype). The last stage returns logits of the rows ``logit_rows``, or these rows
+    normed. ``image_rows`` replace embeddings, so their ``tokens`` may be any ids of the vocabulary.
     """
 
     tokens: Tensor | None

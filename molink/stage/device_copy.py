@@ -1,9 +1,8 @@
 """Asynchronous copies between host and device, with one wait at the end of a step.
 
-A copy of pageable memory makes CUDA wait for all earlier work, so rows and tables go through pinned
-memory, which torch caches and reuses only after the copy has ended.
-
-Each process tests pinned copies once per device: a late or misplaced copy would give wrong answers.
+A copy from pageable memory makes CUDA wait for all earlier work. So rows and tables go through
+pinned memory, which torch caches and reuses only after the copy has ended. Each process tests
+pinned copies once per device, since a late or misplaced copy would corrupt answers.
 """
 
 import logging
@@ -20,7 +19,7 @@ log = logging.getLogger(__name__)
 #: Initial size of a :class:`StagingBuffer`.
 _STAGING_BYTES = 1 << 16
 
-#: Sizes of tested copies, and how many are in flight.
+#: Sizes of tested copies, and their number in flight.
 _TRIED, _TOGETHER = (1, 7, 4096, 1 << 18), 16
 
 
@@ -34,14 +33,14 @@ def upload_tensor(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def gather_rows(tensor: Tensor, rows: Sequence[int]) -> Tensor:
-    """Select rows in ascending order; copies only if they have gaps."""
+    """Select rows in ascending order; copy only if they have gaps."""
     if rows[-1] - rows[0] == len(rows) - 1:
         return tensor[rows[0] : rows[-1] + 1]
     return tensor.index_select(0, upload_integers(rows, tensor.device))
 
 
 def download_rows(parts: Sequence[Tensor]) -> list[bytearray]:
-    """Download rows ``[n, hidden]`` as bytes; waits once for all of them.
+    """Download rows ``[n, hidden]`` as bytes, with one wait for all of them.
 
     The buffer is prefilled with NaN, so that a row that never arrives fails its request instead of
     exposing another request's data.
@@ -50,7 +49,7 @@ def download_rows(parts: Sequence[Tensor]) -> list[bytearray]:
 
 
 def download_tensors(parts: Sequence[Tensor]) -> list[Tensor]:
-    """Download tensors ``[n, m]``; waits once for all of them.
+    """Download tensors ``[n, m]``, with one wait for all of them.
 
     A row that never arrives begins with NaN, or with -1 for integers.
     """
@@ -63,13 +62,13 @@ def download_tensors(parts: Sequence[Tensor]) -> list[Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class Download:
-    """Tensors on their way to the host; ``copied`` is the event after the last one."""
+    """Tensors being copied to the host; ``copied`` is the event after the last copy."""
 
     tensors: list[Tensor]
     copied: torch.cuda.Event | None = None
 
     def wait(self) -> list[Tensor]:
-        """Wait for them, but for nothing that was launched later."""
+        """Wait for the copies, but not for later launches; return the tensors."""
         if self.copied is not None:
             self.copied.synchronize()
         return self.tensors
@@ -110,9 +109,9 @@ def _copy_bytes(tensor: Tensor) -> bytearray:
 
 
 class StagingBuffer:
-    """Host memory through which the numbers of each step go to the device, in one copy.
+    """Host memory through which each step's numbers go to the device in one copy.
 
-    Two buffers take turns, and one is written only once its last copy has ended. They grow.
+    Two growing buffers alternate; a buffer is rewritten only after its last copy has ended.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -135,7 +134,7 @@ class StagingBuffer:
 
 
 class _PinnedTurn:
-    """One buffer of a :class:`StagingBuffer`, which is pinned unless pinned copies don't work."""
+    """One buffer of a :class:`StagingBuffer`, pinned if pinned copies work."""
 
     def __init__(self, pinned: bool) -> None:
         self._pinned = pinned
@@ -147,14 +146,14 @@ class _PinnedTurn:
         self.view = self.memory.numpy().data
 
     def prepare(self, nbytes: int) -> None:
-        """Wait for the last copy; make room for ``nbytes``."""
+        """Wait for the last copy, and make room for ``nbytes``."""
         if self._copied is not None:
             self._copied.synchronize()
         if nbytes > len(self.view):
             self._allocate(1 << (nbytes - 1).bit_length())
 
     def mark_copied(self) -> None:
-        """A copy was launched."""
+        """Record that a copy was launched."""
         if self._pinned:
             if self._copied is None:
                 self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -171,7 +170,7 @@ def upload_integers(numbers: "Sequence[int] | array[int]", device: torch.device)
 
 @cache
 def has_pinned(device: torch.device) -> bool:
-    """Whether asynchronous copies of pinned memory work on a device."""
+    """Check that asynchronous copies of pinned memory work on a device."""
     try:
         error = pinned_error(device)
     except RuntimeError as failed:  # pinning fails, for example beyond WSL's limit
@@ -184,11 +183,11 @@ def has_pinned(device: torch.device) -> bool:
 
 @torch.inference_mode()
 def pinned_error(device: torch.device) -> float:
-    """Greatest difference of data after a round trip through pinned memory; 0 if it works."""
+    """Return the largest error of data after a round trip through pinned memory."""
     worst = 0.0
     for size in _TRIED:
         sent = [torch.arange(size) + turn for turn in range(_TOGETHER)]
-        # All copies are in flight before the first is used, and their pinned memory is free by
+        # All copies are in flight before the first is used, and their pinned memory is released by
         # then.
         there = [one.pin_memory().to(device, non_blocking=True) for one in sent]
         target = torch.empty_like(there[0])

@@ -1,7 +1,7 @@
 """Host memory for KV blocks of preempted requests.
 
-On a GPU it is pinned, and copies run on a separate stream while steps run; only a step that uses a
-block in flight waits for it, on the device. On a CPU blocks are copied synchronously between steps.
+For a GPU it is pinned, and copies run on a separate CUDA stream while steps run. A step waits, on
+the device, only for blocks that it uses. On a CPU blocks are copied synchronously between steps.
 """
 
 import time
@@ -15,15 +15,15 @@ from torch import Tensor
 from molink.errors import InvariantError
 from molink.stage.mixed_kv_pool import AnyKVPool
 
-#: Bytes of a host allocation. Torch rounds pinned memory up to a power of two.
+#: Bytes per host allocation. Torch rounds pinned memory up to a power of two.
 _SLAB_BYTES = 1 << 28
-#: Blocks copied in the timing.
+#: Blocks copied to measure the time.
 _TIMED_BLOCKS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class _PendingCopy:
-    """Blocks whose copy is in flight, and the event that ends it."""
+    """Blocks whose copy is in flight, and the event after it."""
 
     blocks: frozenset[int]
     done: torch.cuda.Event
@@ -62,7 +62,7 @@ class HostKVPool:
         self._filled_hosts: set[int] = set()
 
     def copy_out(self, blocks: Sequence[int], hosts: Sequence[int]) -> None:
-        """Swap out: copy ``blocks`` after all steps launched so far.
+        """Swap ``blocks`` out: copy them after all steps launched so far.
 
         Raises:
             InvariantError: invalid ids.
@@ -75,7 +75,7 @@ class HostKVPool:
         self._filled_hosts.update(hosts)
 
     def copy_in(self, blocks: Sequence[int], hosts: Sequence[int]) -> None:
-        """Swap in: copy ``hosts`` into the pool for later steps, and free them.
+        """Swap ``hosts`` in: copy them into the pool for later steps, and free them.
 
         Raises:
             InvariantError: invalid ids, or a host block has no contents.
@@ -87,7 +87,7 @@ class HostKVPool:
         self._copy_pairs(list(self._view_pairs(blocks, hosts)), blocks)
 
     def wait_for_copies(self, tables: Iterable[Sequence[int]]) -> None:
-        """Make later launches wait for pending copies of blocks in ``tables``."""
+        """Make later launches wait for pending copies of the blocks in ``tables``."""
         if not self._pending:
             return
         self._pending = [each for each in self._pending if not _is_done(each)]
@@ -113,7 +113,7 @@ class HostKVPool:
         return 0.0
 
     def _copy_pairs(self, pairs: Sequence[tuple[Tensor, Tensor]], blocks: Sequence[int]) -> None:
-        """Copy sources to targets; ``blocks`` of the pool are busy until the copies end."""
+        """Copy sources to targets; ``blocks`` of the pool are in use until the copies end."""
         if self._stream is None:
             for target, source in pairs:
                 target.copy_(source)
@@ -127,7 +127,7 @@ class HostKVPool:
     def _view_pairs(
         self, blocks: Sequence[int], hosts: Sequence[int]
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Memory of blocks in the pool, and of those in host memory."""
+        """Pair the memory of blocks in the pool with that of blocks in host memory."""
         for part, slabs in zip(self._pool.parts, self._slabs, strict=True):
             for block, host in zip(blocks, hosts, strict=True):
                 slab, index = divmod(host, self._blocks_per_slab)

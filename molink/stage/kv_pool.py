@@ -31,7 +31,7 @@ class KVShape(Protocol):
 
     @property
     def kv_kinds(self) -> int:
-        """2, keys and values, or 1 if keys serve as values."""
+        """2 (keys and values), or 1 if keys serve as values."""
 
 
 def block_bytes(
@@ -41,7 +41,7 @@ def block_bytes(
     dtype: torch.dtype,
     kv_cache_dtype: KVCacheDType = "auto",
 ) -> int:
-    """Bytes of one KV block over ``layers`` layers, scales included."""
+    """Return the bytes of one KV block over ``layers`` layers, including scales."""
     head = block_size * shape.head_dim * dtype.itemsize
     if kv_cache_dtype == "int8":
         head = _align_scales(block_size * shape.head_dim) + block_size * SCALE_DTYPE.itemsize
@@ -52,16 +52,16 @@ class KVPool:
     """Keys and values of all layers, in blocks of ``block_size`` positions.
 
     A *slot* is ``block * block_size + offset``. A request's block table maps positions to slots,
-    and is shared by all layers. ``padding_block``, if any, follows the ``blocks`` and belongs to no
-    request: padding rows use it.
+    and is shared by all layers. ``padding_block``, if any, follows the ``blocks``, belongs to no
+    request and is used by padding rows.
 
     A position's heads are contiguous, as paged kernels expect. On a CPU, except in fp16, each head
-    has a separate region, so that attention reads memory in order, in up to half the time.
+    has its own region, so that attention reads memory sequentially, in as little as half the time.
 
-    Where keys serve as values (latent attention), only keys are stored, and read as both.
+    If keys serve as values (latent attention), only keys are stored, and read as both.
 
-    With ``int8`` a block has the codes of its positions, then their scales; with regions for heads
-    each has these for its head.
+    With ``int8`` a block has the codes of its positions, then their scales; if heads have regions,
+    each region is laid out so for its head.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class KVPool:
         self._heads_first = device.type == "cpu" and dtype != torch.float16
         heads, count = self.kv_heads, blocks + with_padding
         regions, inside = ((heads,), ()) if self._heads_first else ((), (heads,))
-        #: Positions of a block, and the heads that a region holds of each.
+        #: Positions per block, and heads per position within a region.
         self._inner = (block_size, *inside)
         size = math.prod(self._inner) * self.head_dim
         if self._quantizes:
@@ -101,7 +101,7 @@ class KVPool:
         if self._heads_first:
             self._storage = self._storage.permute(0, 1, 3, 4, 2, 5)
             self._scales = None if self._scales is None else self._scales.permute(0, 1, 3, 4, 2)
-        #: The same by layer: of blocks, and of rows ``[kinds, slots, kv_heads, head_dim]`` unless
+        #: Views by layer: of blocks, and of rows ``[kinds, slots, kv_heads, head_dim]`` unless
         #: scales lie between them.
         self._blocks = self._memory.unbind(0)
         self._slots: tuple[Tensor, ...] = ()
@@ -114,11 +114,11 @@ class KVPool:
 
     @property
     def parts(self) -> "tuple[KVPool, ...]":
-        """Itself; see :class:`~molink.stage.mixed_kv_pool.MixedKVPool`."""
+        """The pool itself; see :class:`~molink.stage.mixed_kv_pool.MixedKVPool`."""
         return (self,)
 
     def locate_layer(self, layer: int) -> "tuple[KVPool, int]":
-        """The pool of a layer, and its index there."""
+        """Return a layer's pool, and the layer's index in it."""
         return self, layer
 
     def write_rows(self, layer: int, slots: Tensor, rows: Tensor) -> None:
@@ -133,7 +133,7 @@ class KVPool:
         self._scales[layer][:, blocks, positions] = scales
 
     def round_rows(self, rows: Tensor) -> Tensor:
-        """Rows ``[…, head_dim]`` as they are read after they were written."""
+        """Round rows ``[…, head_dim]`` as writing and reading them would."""
         return dequantize_rows(*quantize_rows(rows), rows.dtype) if self._quantizes else rows
 
     def read_blocks(
@@ -142,7 +142,7 @@ class KVPool:
         """Return keys and values of whole blocks, the same number for each sequence.
 
         ``blocks`` (int64, flat) lists them by sequence; a slice avoids the copy. Both results are
-        strided ``[sequences, kv_heads, positions, head_dim]``, in ``scratch`` (flat, of as many
+        strided ``[sequences, kv_heads, positions, head_dim]``, in ``scratch`` (flat, with as many
         elements) if given.
         """
         both, dim = self._blocks[layer], self._block_dim - 1
@@ -175,11 +175,11 @@ class KVPool:
                 part[:, :, target, positions:] = 0
 
     def block_view(self, block: int) -> Tensor:
-        """View a block's memory, ``[layers, kinds, …]``."""
+        """Return a view of a block's memory, ``[layers, kinds, …]``."""
         return self._memory.select(self._block_dim, block)
 
     def layer_pages(self, layer: int) -> tuple[Tensor, Tensor]:
-        """All keys and values of a layer, ``[blocks, block_size, kv_heads, head_dim]`` each.
+        """Return all keys and values of a layer, ``[blocks, block_size, kv_heads, head_dim]`` each.
 
         With ``int8`` they are codes.
         """
@@ -187,7 +187,7 @@ class KVPool:
         return kinds[0], kinds[-1]
 
     def layer_scales(self, layer: int) -> tuple[Tensor, Tensor] | None:
-        """Scales of a layer's pages with ``int8``, ``[blocks, block_size, kv_heads]`` each."""
+        """Return scales of a layer's ``int8`` pages, ``[blocks, block_size, kv_heads]`` each."""
         if self._scales is None:
             return None
         kinds = self._scales[layer]
@@ -196,8 +196,8 @@ class KVPool:
     def zero_blocks(self, block_ids: Sequence[int]) -> None:
         """Zero blocks in all layers.
 
-        Most attention reads whole blocks and masks positions beyond the end; weight 0 times a stale
-        NaN would still be NaN.
+        Most attention backends read whole blocks and mask positions beyond the end, but a weight of
+        0 times a stale NaN would still be NaN.
         """
         if self._memory.device.type == "cpu" or len(block_ids) == 1:
             for block in block_ids:
@@ -214,7 +214,7 @@ class KVPool:
                     part[layer, :, block].zero_()
 
     def _split_memory(self, memory: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Views of rows ``[…, *inner, head_dim]`` and scales ``[…, *inner]`` in blocks' memory."""
+        """View rows ``[…, *inner, head_dim]`` and scales ``[…, *inner]`` in blocks' memory."""
         count = math.prod(self._inner)
         shape = (*memory.shape[:-1], *self._inner)
         rows = memory[..., : count * self.head_dim].view(*shape, self.head_dim)
@@ -226,10 +226,9 @@ class KVPool:
     def locate_rows(
         self, sequences: Sequence[SequenceRows]
     ) -> "tuple[array[int], array[int], list[int]]":
-        """Return each row's position and slot, and the blocks that are started but not filled.
+        """Return each row's position and slot, and the blocks that the rows start but don't fill.
 
-        Raises:
-            InvariantError: rows don't fit their blocks, or blocks the pool.
+        Raises: InvariantError: rows don't fit their blocks, or blocks are outside the pool.
         """
         size = self.block_size
         positions, slots = array("q"), array("q")
@@ -252,21 +251,21 @@ class KVPool:
 
 
 def _align_scales(nbytes: int) -> int:
-    """The offset of scales behind codes."""
+    """Return the aligned offset of scales after codes."""
     return nbytes + nbytes % SCALE_DTYPE.itemsize
 
 
 def _allocate_memory(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Allocate ``size`` elements; on Linux CPUs without huge pages.
+    """Allocate ``size`` elements, without huge pages on Linux CPUs.
 
     Each head of each layer has its own region, so the first row in new pages of 2 MB would zero one
     per region during a step: 128 MB for four layers of eight heads.
     """
     nbytes = size * dtype.itemsize
     if sys.platform == "linux" and device.type == "cpu" and nbytes:
-        with suppress(OSError):  # torch then reports the error
+        with suppress(OSError):  # torch then reports an error
             memory = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            with suppress(OSError):  # kernels without huge pages
+            with suppress(OSError):  # Linux kernels without huge pages
                 memory.madvise(mmap.MADV_NOHUGEPAGE)
             return torch.frombuffer(memory, dtype=dtype)
     return torch.empty(size, dtype=dtype, device=device)

@@ -1,19 +1,19 @@
-"""Keys and values in 8 bits: one scale per head of a position.
+"""Quantizes keys and values to 8 bits, with one scale per head and position.
 
-A row's stored form depends on that row alone, however prompts are split or repeated.
+A row's stored form depends on that row alone, not on how prompts are split or repeated.
 """
 
 import torch
 from torch import Tensor
 
-#: Codes are from -127 to 127.
+#: Codes range from -127 to 127.
 MAX_CODE = 127
-#: Scales have float32's range: those of small values would be 0 in float16.
+#: Scales need float32's range: scales of small values would be 0 in float16.
 SCALE_DTYPE = torch.bfloat16
 
 
 def quantize_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes (int8) of rows ``[…, head_dim]``, and their scales ``[…]``.
+    """Quantize rows ``[…, head_dim]``; return int8 codes and their scales ``[…]``.
 
     ``codes * scales`` is within half a scale of ``rows``, since codes are chosen for the rounded
     scale.
@@ -27,7 +27,7 @@ def quantize_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
 def dequantize_rows(
     codes: Tensor, scales: Tensor, dtype: torch.dtype, scratch: Tensor | None = None
 ) -> Tensor:
-    """Rows ``[…, head_dim]`` in ``dtype``, contiguous; in ``scratch`` (flat) if given."""
+    """Return contiguous rows ``[…, head_dim]`` in ``dtype``, in ``scratch`` (flat) if given."""
     if scratch is None:
         rows = torch.empty(codes.shape, dtype=dtype, device=codes.device)
     else:

@@ -1,4 +1,4 @@
-"""Which heads of keys and values the layers of a stage have."""
+"""The key and value heads of a stage's layers."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -10,9 +10,10 @@ from molink.checkpoint.traits import HeadShape
 
 @dataclass(frozen=True, slots=True)
 class LayerHeads:
-    """Different heads of layers, and of each layer with attention which ``kinds`` it has.
+    """The distinct ``kinds`` of heads, and the kind of each layer with attention.
 
-    ``places`` are indices of a kind, and of the layer among those of its kind.
+    ``places`` has, for each layer, the index of its kind and its index among the layers of that
+    kind.
     """
 
     kinds: tuple[HeadShape, ...]
@@ -20,9 +21,9 @@ class LayerHeads:
 
     @classmethod
     def from_config(cls, config: ModelConfig, layers: tuple[int, int]) -> "LayerHeads":
-        """Heads of layers ``first:last``; without attention, one kind that no layer has.
+        """Collect the heads of layers ``first:last``; without attention, one unused kind.
 
-        At the last stage the MTP layer comes after the others.
+        At the last stage the MTP layer follows the others.
         """
         behind = mtp_layers(config) if layers[1] == config.layers else ()
         every = (*range(*layers), *behind)
@@ -35,5 +36,5 @@ class LayerHeads:
         return cls(kinds, tuple(places))
 
     def count_layers(self, kind: int) -> int:
-        """Layers with heads of a kind."""
+        """Count the layers with heads of a kind."""
         return sum(one == kind for one, _ in self.places)

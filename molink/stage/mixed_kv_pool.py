@@ -1,4 +1,4 @@
-"""The KV cache of layers whose heads differ: a pool for each kind of heads, of the same blocks."""
+"""The KV cache of layers with different heads: one pool per kind, with the same block ids."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -11,9 +11,9 @@ if TYPE_CHECKING:
 
 
 class MixedKVPool:
-    """Pools ``parts`` of which a layer has one; ``places`` are each layer's part and index there.
+    """Pools ``parts``; ``places`` has each layer's part and its index there.
 
-    See :class:`~molink.stage.kv_pool.KVPool` for what its methods do.
+    :class:`~molink.stage.kv_pool.KVPool` describes the methods.
     """
 
     def __init__(self, parts: Sequence[KVPool], places: Sequence[tuple[int, int]]) -> None:
@@ -23,7 +23,7 @@ class MixedKVPool:
         self.padding_block = first.padding_block
 
     def locate_layer(self, layer: int) -> tuple[KVPool, int]:
-        """A layer's pool, and its index there."""
+        """Return a layer's pool, and the layer's index in it."""
         part, index = self._places[layer]
         return self.parts[part], index
 

@@ -2,7 +2,7 @@
 
 import torch
 
-#: Out-of-memory texts of errors that are not torch's own type.
+#: Texts of out-of-memory errors that don't have torch's own type.
 _OUT_OF_MEMORY_TEXTS = (
     "can't allocate memory",  # CPU allocator
     "not enough memory",  # CPU allocator on Windows
@@ -15,8 +15,8 @@ _OUT_OF_MEMORY_TEXTS = (
 def limit_memory(device: str, nbytes: int) -> None:
     """Limit torch to ``nbytes`` of a GPU, excluding the CUDA context; 0 = unlimited.
 
-    On Windows an over-allocated GPU silently spills to RAM, many times slower; a limit gives an
-    error instead.
+    On Windows an over-allocated GPU silently spills to RAM and becomes many times slower; a limit
+    makes this an error.
     """
     torch_device = torch.device(device)
     index = torch_device.index or 0
@@ -27,7 +27,7 @@ def limit_memory(device: str, nbytes: int) -> None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error means that device or host memory has run out."""
+    """Whether an error means that device or host memory is exhausted."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(
@@ -36,5 +36,5 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def empty_device_cache() -> None:
-    """Release torch's cached memory, whose fragments may not fit the next step."""
+    """Release torch's cached memory, whose fragments may be too small for the next step."""
     torch.cuda.empty_cache()  # no effect without an active GPU

@@ -49,9 +49,10 @@ log = logging.getLogger(__name__)
 class Stage:
     """Computes micro-batches on a range of layers. Not thread-safe.
 
-    ``dtype`` is the compute type, ``wire_dtype`` the type of rows between stages.
-    ``disabled_kernels`` are named as in :mod:`molink.facts.kernels`. Decode steps of up to
-    ``max_decode_rows`` rows may become CUDA graphs. ``kv_cache_dtype`` is how it keeps KV.
+    ``dtype`` is the compute type, ``wire_dtype`` the type of rows between stages,
+    ``kv_cache_dtype`` the type of the KV cache. ``disabled_kernels`` are named as in
+    :mod:`molink.facts.kernels`. Decode steps of up to ``max_decode_rows`` rows may become CUDA
+    graphs.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class Stage:
         self.disabled_kernels = disabled_kernels
         self._max_decode_rows = max_decode_rows
         self.kv_cache_dtype: KVCacheDType = kv_cache_dtype
-        #: By block size, since backends restrict it.
+        #: Backends by block size, which they may restrict.
         self._attentions: dict[int, AttentionBackend] = {}
         with torch.inference_mode():
             self._ropes = create_ropes(config, self._dtype, device)
@@ -107,9 +108,9 @@ class Stage:
 
         Projections are quantized while they are read, unless the checkpoint is quantized. Weights
         in ``held`` are reused. ``on_layer`` is called with the number of loaded layers. With
-        ``auto``, rows may become 8-bit beside weights of few bits. ``host_experts`` routed experts
-        of each layer that has any stay in host memory, where the CPU runs them, without
-        ``host_disabled_kernels`` (by default those of the device).
+        ``auto``, rows may be quantized to 8 bits for products with low-bit weights. In each layer
+        with experts, ``host_experts`` routed experts stay in host memory and run on the CPU,
+        without ``host_disabled_kernels`` (by default the device's).
 
         Raises:
             UsageError: no such device, ``quantize`` contradicts the checkpoint, or there are not as
@@ -156,17 +157,17 @@ class Stage:
 
     @property
     def is_first(self) -> bool:
-        """Whether it embeds tokens."""
+        """Whether the stage embeds tokens."""
         return self.layers[0] == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether it returns logits, or an embedding model's normed rows."""
+        """Whether the stage returns logits, or an embedding model's normed rows."""
         return self.layers[1] == self.config.layers
 
     @property
     def block_size(self) -> int:
-        """Positions of a block of its KV pool; 0 without a pool."""
+        """Positions per block of the KV pool; 0 without a pool."""
         return 0 if self._pool is None else self._pool.block_size
 
     @property
@@ -186,7 +187,7 @@ class Stage:
 
     @property
     def host_experts(self) -> int:
-        """Experts of each layer in host memory."""
+        """Number of experts per layer in host memory."""
         return max((one.host.count for one in self._decoder.split_experts), default=0)
 
     @property
@@ -206,15 +207,15 @@ class Stage:
 
     @property
     def graph_bytes(self) -> int:
-        """Bytes of CUDA graphs so far."""
+        """Bytes of all captured CUDA graphs."""
         return 0 if self._graphs is None else self._graphs.nbytes
 
     def reads_pages(self, block_size: int) -> bool:
-        """Whether attention over blocks of that size reads KV in place."""
+        """Whether attention over blocks of this size reads KV in place."""
         return self._attention_backend(block_size).reads_pages
 
     def block_bytes(self, block_size: int) -> int:
-        """Bytes of one KV block over this stage's layers."""
+        """Return the bytes of one KV block over this stage's layers."""
         given = block_size, self._dtype, self.kv_cache_dtype
         return sum(
             block_bytes(shape, self._heads.count_layers(kind), *given)
@@ -228,29 +229,29 @@ class Stage:
 
     @property
     def num_states(self) -> int:
-        """States that its pool has; 0 without recurrent layers."""
+        """Number of states in the pool; 0 without recurrent layers."""
         states = None if self._layer_pass is None else self._layer_pass.states
         return 0 if states is None else states.slots
 
     def count_blocks(self, nbytes: int, block_size: int) -> int:
-        """KV blocks that fit ``nbytes`` with the states of as many requests as they allow."""
+        """Count the KV blocks that fit ``nbytes`` together with the matching number of states."""
         return count_pool_blocks(nbytes, self.block_bytes(block_size), block_size, self.state_bytes)
 
     def pool_bytes(self, blocks: int, block_size: int) -> int:
-        """Bytes of ``blocks`` KV blocks with states."""
+        """Return the bytes of ``blocks`` KV blocks and their states."""
         slots = count_state_slots(blocks * block_size)
         return blocks * self.block_bytes(block_size) + slots * self.state_bytes
 
     def allocate_kv_pool(self, blocks: int, block_size: int, state_slots: int = 0) -> None:
-        """Allocate a fresh KV pool, and ``state_slots`` states; earlier ones are freed first.
+        """Free the old KV pool and states, and allocate new ones with ``state_slots`` states.
 
-        Without a number, there are as many states as blocks allow.
+        By default the number of states follows from the number of blocks.
         """
         self.free_kv_pool()
         self._set_device()
         self._pool = self._create_pool(blocks, block_size)
         states = self._create_states(state_slots or count_state_slots(blocks * block_size))
-        # Both run trials, which are affordable now.
+        # Both run trials, which would be too slow during serving.
         attention = self._attention_backend(block_size)
         self._layer_pass = LayerPass(
             self._decoder,
@@ -268,12 +269,12 @@ class Stage:
     def interleaves(self) -> bool:
         """Whether :meth:`compute_step` can run another batch between its layers.
 
-        A GPU gets all layers of a batch at once.
+        On a GPU all layers of a batch are launched at once.
         """
         return self.device.type == "cpu"
 
     def forward(self, batch: StageInput) -> Tensor:
-        """The rows of :meth:`compute_step`."""
+        """Return only the rows of :meth:`compute_step`."""
         return self.compute_step(batch).rows
 
     @torch.inference_mode()
@@ -282,13 +283,13 @@ class Stage:
     ) -> StageOutput:
         """Compute a micro-batch and store its KV.
 
-        Where the stage :attr:`interleaves`, ``between_layers`` is called after each layer but the
-        last, and may call :meth:`compute_step` for rows that this batch doesn't precede.
+        If the stage :attr:`interleaves`, ``between_layers`` is called after each layer but the
+        last. It may call :meth:`compute_step` for rows that don't depend on this batch.
 
         Returns:
             Rows ``[T, hidden_size]`` in ``wire_dtype``, or float32 logits ``[len(logit_rows),
-            vocab_size]`` on the last stage; of an embedding model, the normed rows instead. The
-            next step may overwrite them. They are inference tensors: modify them only under
+            vocab_size]`` on the last stage (normed rows for an embedding model). The next step may
+            overwrite them. They are inference tensors: modify them only under
             ``torch.inference_mode()``.
 
         Raises:
@@ -305,7 +306,8 @@ class Stage:
 
     @torch.inference_mode()
     def encode_image(self, pixels: Tensor) -> Tensor:
-        """Rows ``[n, hidden_size]`` of an image (uint8 ``[height, width, 3]``), on the device.
+        """Encode an image, uint8 ``[height, width, 3]``, to rows ``[n, hidden_size]`` on the
+        device.
 
         Raises:
             InvariantError: this stage has no vision tower, or it doesn't take that size.
@@ -318,7 +320,7 @@ class Stage:
 
     @torch.inference_mode()
     def predict_tokens(self, batch: MtpInput) -> MtpOutput:
-        """Predict the tokens after the next by the MTP layer, and store its KV.
+        """Predict the tokens after the next with the MTP layer, and store its KV.
 
         Raises:
             InvariantError: as :meth:`compute_step`, or the stage has no such layer.
@@ -330,16 +332,16 @@ class Stage:
         if not len(positions) == len(batch.normed) == len(batch.tokens):
             raise InvariantError(f"{len(batch.normed)} rows, {len(batch.tokens)} tokens")
         if self._layer_pass.attention.reads_unwritten:
-            # Other layers have written their rows already.
+            # The other layers have already written their rows.
             pool, layer = self._layer_pass.pool.locate_layer(len(self._heads.places) - 1)
             pool.zero_layer(layer, fresh)
         return self._layer_pass.run_mtp(batch, positions, slots)
 
     @torch.inference_mode()
     def swap_next_experts(self) -> bool:
-        """Let an expert in host memory that is used more take a place on the device.
+        """Swap an expert in host memory with a less used one on the device, if any.
 
-        Call it while idle; returns whether one did.
+        Returns whether it did. Call it while idle.
         """
         if not self._decoder.split_experts:
             return False
@@ -348,7 +350,7 @@ class Stage:
 
     @property
     def resident_share(self) -> float:
-        """Share of recent choices of experts that were on the device; 0 without others."""
+        """Share of recent choices that hit experts on the device; 0 if none are in host memory."""
         shares = [one.use.resident_share for one in self._decoder.split_experts]
         return sum(shares) / len(shares) if shares else 0.0
 
@@ -374,7 +376,7 @@ class Stage:
 
     @torch.inference_mode()
     def copy_block(self, source: int, table: Sequence[int], start: int) -> None:
-        """Copy the positions before ``start`` in its block of ``table`` from block ``source``."""
+        """Copy block ``source`` up to ``start`` into the block of ``table`` that has ``start``."""
         if self._pool is None:
             raise InvariantError("copy_block was called before a KV pool was allocated")
         size = self._pool.block_size
@@ -397,7 +399,7 @@ class Stage:
     def open_host_pool(self, nbytes: int, stages_per_host: int = 1) -> tuple[int, float]:
         """Allocate up to ``nbytes`` of host memory for KV blocks.
 
-        All stages of this PC share at most half of the free memory.
+        All stages of this PC together take at most half of the free memory.
 
         Returns:
             The number of blocks and the seconds to copy one; ``(0, 0)`` on failure.
@@ -405,7 +407,7 @@ class Stage:
         if self._pool is None:
             raise InvariantError("open_host_pool was called before a KV pool was allocated")
         if self.config.keeps_states:
-            return 0, 0.0  # blocks are of no use without the state
+            return 0, 0.0  # blocks are useless without the state
         free = psutil.virtual_memory().available // (2 * stages_per_host)
         blocks = min(nbytes, free) // self.block_bytes(self._pool.block_size)
         if blocks < 1:
@@ -414,14 +416,14 @@ class Stage:
         try:
             self._host_pool = HostKVPool(self._pool, blocks, self.device)
             return blocks, self._host_pool.measure_block_s()
-        except RuntimeError as error:  # for example, WSL limits pinned memory
+        except RuntimeError as error:  # WSL, for example, limits pinned memory
             log.warning("no host memory for %d KV blocks (%s)", blocks, error)
             self._host_pool = None
             return 0, 0.0
 
     @torch.inference_mode()
     def swap_blocks(self, *, out: bool, blocks: Sequence[int], hosts: Sequence[int]) -> None:
-        """Copy KV blocks ``out`` to host memory, or in from there.
+        """Copy KV blocks ``out`` to host memory, or from there into the pool.
 
         Raises:
             InvariantError: no host memory, or invalid blocks.
@@ -460,7 +462,7 @@ class Stage:
 
     @property
     def _attention_shapes(self) -> list[AttentionShape]:
-        """Attention of the layers of each kind of heads."""
+        """Attention shapes, one per kind of heads."""
         given = self.config, self.layers, self.kv_cache_dtype
         return [AttentionShape.from_config(*given, heads) for heads in self._heads.kinds]
 
@@ -490,7 +492,7 @@ class Stage:
 
     @property
     def _may_have_graphs(self) -> bool:
-        # An embedding model decodes nothing.
+        # An embedding model has no decode steps.
         useful = self._decoder.capturable and self.config.has_output_head
         allowed = useful and "graphs" not in self.disabled_kernels
         return self.device.type == "cuda" and allowed
@@ -518,7 +520,7 @@ class Stage:
                 pool.blocks * pool.block_size,
                 *(limit for limit in limits if limit is not None),
             )
-        # Elsewhere the KV of a request would be copied for each of its drafts.
+        # Other backends would copy a request's KV for each of its drafts.
         drafts = MAX_DRAFTS if layers.attention.reads_pages else 0
         plan = GraphPlan(pool.block_size, budget, self._max_decode_rows, context, drafts)
         graphs = DecodeGraphs(layers, plan, CudaGraphCapturer(self.device))
@@ -549,7 +551,7 @@ class Stage:
     def _run_batch(
         self, batch: StageInput, layers: LayerPass, between_layers: Callable[[], None] | None
     ) -> StageOutput:
-        """Run a step, as a CUDA graph where that is faster."""
+        """Run a step, as a CUDA graph if that is faster."""
         given = self._check_input(batch)
         positions, slots, fresh = layers.pool.locate_rows(batch.sequences)
         if len(positions) != given:
@@ -565,14 +567,14 @@ class Stage:
         return layers.run_step(step, between_layers)
 
     def _check_input(self, batch: StageInput) -> int:
-        """Number of rows given."""
+        """Check the input's fields, and return its number of rows."""
         if not self.is_first:
             if batch.hidden is None:
                 raise InvariantError(f"stage {self.layers} got no hidden rows")
             return len(batch.hidden)
         if batch.tokens is None:
             raise InvariantError("the first stage got no tokens")
-        # On CUDA an invalid id would poison the process.
+        # On CUDA an invalid id would break the process's context.
         minimum, greatest = batch.tokens.aminmax()
         if minimum < 0 or greatest >= self.config.vocab_size:
             raise InvariantError(f"a token id is not in 0:{self.config.vocab_size}")
@@ -582,8 +584,7 @@ class Stage:
 def _check_host_experts(config: ModelConfig, count: int) -> None:
     """Refuse more experts in host memory than a layer has.
 
-    Raises:
-        UsageError: it has fewer.
+    Raises: UsageError: a layer has fewer.
     """
     most = 0 if config.experts is None else config.experts.num_experts
     if not 0 < count <= most:
@@ -594,7 +595,7 @@ def _check_host_experts(config: ModelConfig, count: int) -> None:
 def _choose_host_dtype(
     computed: WeightDType, config: ModelConfig, device: torch.device
 ) -> WeightDType:
-    """Type in which the CPU computes beside a device that computes in ``computed``."""
+    """Choose the dtype of experts on the CPU, given the device's compute dtype ``computed``."""
     cpu = torch.device("cpu")
     same = device.type == "cpu" or computed == "f32"
     return computed if same else choose_dtype("auto", config.dtype, cpu)

@@ -1,4 +1,4 @@
-"""States of requests in recurrent layers: slots beside the KV pool."""
+"""Slots for requests' states in recurrent layers, in addition to the KV pool."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from molink.stage.device_copy import upload_integers
 
 
 def slot_bytes(shape: RecurrentShape | None, layers: int) -> int:
-    """Bytes of a slot over ``layers`` recurrent layers."""
+    """Return the bytes of a slot over ``layers`` recurrent layers."""
     return 0 if shape is None else layers * shape.state_elements * torch.float32.itemsize
 
 
@@ -21,9 +21,9 @@ def slot_bytes(shape: RecurrentShape | None, layers: int) -> int:
 class StateRows:
     """The rows of a step by request.
 
-    ``single_rows`` and ``single_slots`` (int64 ``[B]``, on the device) are of requests with one
-    row; ``sole_slot`` is the slot if there is one such request. ``chunks`` are first row, number of
-    rows and slot of the others.
+    ``single_rows`` and ``single_slots`` (int64 ``[B]``, on the device) belong to requests with one
+    row; ``sole_slot`` is the slot if there is exactly one such request. ``chunks`` has first row,
+    number of rows and slot of each other request.
     """
 
     single_rows: Tensor
@@ -33,11 +33,11 @@ class StateRows:
 
 
 class StatePool:
-    """``slots`` slots for the states of requests in ``layers`` recurrent layers, in float32.
+    """``slots`` float32 slots for requests' states in ``layers`` recurrent layers.
 
-    A request keeps its slot from its first row to its release, and all layers share it. States
-    change with each row, so a request's rows must come in order, each once. Other slots keep
-    copies for the prefix cache; the scheduler numbers all.
+    A request keeps its slot from its first row to its release, and all layers use the same slot.
+    States change with each row, so a request's rows must come in order, each once. Other slots hold
+    copies for the prefix cache; the scheduler assigns all slots.
     """
 
     def __init__(
@@ -45,13 +45,14 @@ class StatePool:
     ) -> None:
         self.slots = slots
         self._device = device
-        #: By layer and slot: rows before the next ones, ``[conv_width - 1, channels]``, and sums of
-        #: keys times values, ``[value_heads, key_dim, value_dim]``, if the layers have some.
+        #: By layer and slot: the last rows of convolutions, ``[conv_width - 1, channels]``, and
+        #: memories (sums of keys times values), ``[value_heads, key_dim, value_dim]``, if the
+        #: layers have them.
         self.conv_rows = torch.zeros(layers, slots, *shape.conv_shape, device=device)
         self.memories = torch.zeros(layers, slots, *shape.memory_shape, device=device)
 
     def clear_slots(self, slots: Sequence[int]) -> None:
-        """Zero the states of slots in all layers: a request starts."""
+        """Zero the states of slots in all layers, for requests that start."""
         for slot in slots:
             self.conv_rows[:, slot] = 0
             self.memories[:, slot] = 0

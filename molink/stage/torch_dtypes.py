@@ -16,11 +16,11 @@ DTYPE_NAMES: dict[torch.dtype, WeightDType] = {dtype: name for name, dtype in TO
 
 
 def choose_dtype(wanted: DTypeChoice, stored: WeightDType, device: torch.device) -> WeightDType:
-    """Choose the compute type: ``wanted``, else one that suits weights and device.
+    """Choose the compute type: ``wanted``, or by default one that suits weights and device.
 
-    On CUDA that is the model's own type, but fp16 instead of bf16 on GPUs that emulate bf16 (before
-    Ampere). A CPU uses bf16 for 16-bit models if it has the instructions, else fp32, which is
-    faster than fp16 there.
+    On CUDA the default is the model's own type, but fp16 instead of bf16 on GPUs that emulate bf16
+    (before Ampere). A CPU uses bf16 for 16-bit models if it has the instructions, otherwise fp32,
+    which is faster than fp16 there.
     """
     if wanted != "auto":
         return wanted
@@ -30,12 +30,12 @@ def choose_dtype(wanted: DTypeChoice, stored: WeightDType, device: torch.device)
 
 
 def residual_dtype(computed: torch.dtype) -> torch.dtype:
-    """Type of residual sums: those of bf16 models overflow fp16."""
+    """Return the type of residual sums: float32 for fp16, since bf16 models overflow fp16."""
     return torch.float32 if computed == torch.float16 else computed
 
 
 def choose_wire_dtype(wanted: DTypeChoice, stored: WeightDType) -> WeightDType:
-    """Choose the type of rows between stages, independent of what each stage computes in."""
+    """Choose the type of rows between stages, independent of the stages' compute types."""
     return stored if wanted == "auto" else wanted
 
 
@@ -50,7 +50,7 @@ def cpu_supports_bf16() -> bool:
     """Whether this CPU multiplies bf16 natively (AVX512-BF16 or AMX)."""
     if avx2_only():
         return False
-    # Older torch versions can't tell; fp32 always works.
+    # Older torch versions can't detect it; fp32 always works.
     known: Callable[[], Mapping[str, object]] = getattr(torch.cpu, "get_capabilities", dict)
     capabilities = known()
     names = ("avx512_bf16", "amx_bf16", "amx_tile", "bf16")

@@ -20,7 +20,7 @@ def warm_up(
 ) -> None:
     """Load one inner layer of ``layers`` on the CPU, run a few passes and free it.
 
-    Without an inner layer nothing happens: the model's ends may be large.
+    Without an inner layer nothing happens, since the model's ends may be large.
 
     Raises:
         MolinkError: as :meth:`Stage.load_layers`.

@@ -23,16 +23,16 @@ from molink.stage.kv_pool import KVPool
 
 log = logging.getLogger(__name__)
 
-#: Parts of the pool that block tables permute, and positions that each has at least.
+#: Parts of the pool that block tables permute, and minimum positions of each.
 _NUM_PARTS, _PART_POSITIONS = 5, 256
-#: Random values of a trial.
+#: Number of random values in a trial.
 _NUM_VALUES = 65521
 #: A window that excludes some positions.
 _WINDOW = 100
 #: Tolerances for outputs of magnitude 1, in 16 bits and float32.
 _NARROW, _WIDE = 0.05, 1e-4
 
-#: Creates a backend, or tells why it can't be used.
+#: Creates a backend, or returns why it can't be used.
 CreateChecked = Callable[
     [AttentionShape, int, torch.dtype, torch.device], tuple[AttentionBackend | None, str]
 ]
@@ -64,7 +64,7 @@ def create_checked_flash(
     except Exception as error:  # kernels may raise anything
         log.info("no flash attention: %s", error)
         return None, f"{type(error).__name__}: {error}"
-    # NaN fails, too.
+    # NaN also fails.
     if not difference <= _NARROW:
         log.warning("no flash attention: its results are off by %g", difference)
         return None, f"its results are off by {difference:g}"
@@ -114,7 +114,7 @@ def create_checked_compiled(
 
 
 def _spoil_unwritten(pool: KVPool, page: int) -> None:
-    """Fill positions beyond the end of the last trial sequence, which has its own part."""
+    """Fill positions after the end of the last trial sequence, which has its own part, with NaN."""
     sequence = _trial_sequences(page)[-1]
     written, last = sequence.end % page, sequence.end // page
     for part in pool.layer_scales(0) or pool.layer_pages(0):
@@ -130,10 +130,10 @@ def _difference(
     dtype: torch.dtype,
     device: torch.device,
 ) -> float:
-    """Greatest difference to ``gather``, with and without a window; NaN if there is any.
+    """Return the largest difference from ``gather``, with and without a window; NaN if any.
 
-    Requests run together and alone, so that all variants of a kernel are compiled before the first
-    request. Unwritten positions hold NaN unless the backend reads them.
+    Requests run together and alone, so that all variants of a kernel are compiled before serving.
+    Unwritten positions hold NaN unless the backend reads them.
     """
     differences = []
     sequences = _trial_sequences(page)
@@ -159,9 +159,9 @@ def _difference(
 
 
 def _trial_sequences(page: int) -> tuple[SequenceRows, ...]:
-    """Decode rows and chunks that begin, end and cross at borders of pages and of parts.
+    """Make decode rows and chunks that begin, end at and cross boundaries of pages and of parts.
 
-    One of each has many positions. They share parts, but no row's slot.
+    One of each has many positions. Sequences share parts, but no slot of a row.
     """
     each = -(-_PART_POSITIONS // page)
     size = each * page
@@ -188,7 +188,7 @@ def _make_rows(
     heads = (shape.groups + 2) * shape.kv_heads
 
     def noise(*size: int) -> Tensor:
-        # A prime number of values is repeated, which is fast and makes no two positions equal.
+        # Repeating a prime number of values is fast and makes all positions different.
         values, total = torch.randn(_NUM_VALUES, generator=generator), math.prod(size)
         return values.repeat(-(-total // _NUM_VALUES))[:total].view(size).to(device, dtype)
 

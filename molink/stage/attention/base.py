@@ -23,16 +23,15 @@ BackendName = Literal["auto", "flash", "triton", "compiled", "gather", "plain"]
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """What a backend depends on: model properties, and how KV is kept.
+    """Model properties, and the form of KV, that a backend depends on.
 
     ``groups`` is query heads per KV head; ``kv_kinds`` is 1 if keys serve as values, otherwise 2.
-
-    Scores are ``scale * q·k``. ``windows`` is per layer with attention, 0 = full attention; they
-    slide, or are ``chunked``: a row attends to its own chunk only, of so many positions. If it
-    ``chooses``, rows attend to positions that they choose. A
+    Scores are ``scale * q·k``. ``windows`` is per layer with attention, 0 = full attention. Windows
+    slide, unless they are ``chunked``: then a row attends only to its own chunk, of the window's
+    length. With ``chooses`` rows attend to positions that they select (sparse attention). A
     ``softcap`` above 0 bounds scores to ``softcap * tanh(score / softcap)`` (Gemma 2). With
     ``sinks`` each query head has a learned score that takes part in the softmax only (gpt-oss).
-    With ``whole_images`` rows of an image attend to all of it.
+    With ``whole_images`` rows of an image attend to the whole image.
     """
 
     kv_heads: int
@@ -49,8 +48,10 @@ class AttentionShape:
     whole_images: bool = False
 
     def first_visible(self, position: Positions, window: int) -> Positions:
-        """First position that a row at ``position`` attends to, or before all, with a ``window``
-        above 0."""
+        """Return the first position that a row at ``position`` attends to; may be negative.
+
+        ``window`` must be above 0.
+        """
         return position // window * window if self.chunked else position - window + 1
 
     @property
@@ -66,10 +67,10 @@ class AttentionShape:
         kv_cache_dtype: KVCacheDType = "auto",
         heads: HeadShape | None = None,
     ) -> "AttentionShape":
-        """Shape of a model's layers ``first:last`` that have such ``heads``, or the first one's.
+        """Return the shape of a model's layers ``first:last`` that have such ``heads``.
 
-        Without attention, as of one with it. At the last stage the MTP layer is
-        included.
+        ``heads`` defaults to those of the range's first layer with attention, or of layer 0 if
+        there is none. At the last stage the MTP layer is included.
         """
         behind = mtp_layers(config) if layers[1] == config.layers else ()
         attended = [layer for layer in (*range(*layers), *behind) if config.has_attention(layer)]
@@ -99,30 +100,30 @@ class LayerAttention(Protocol):
     ) -> Tensor:
         """Attend with ``heads`` (``[T, (groups + 2) * kv_heads, head_dim]``: q, k, v).
 
-        Keys and values up to and including these rows are in ``pool``. ``sinks`` are float32
+        ``pool`` holds keys and values up to and including these rows. ``sinks`` are float32
         ``[groups * kv_heads]``. Returns ``[T, groups * kv_heads * head_dim]``.
         """
 
 
 @runtime_checkable
 class ChoosingAttention(LayerAttention, Protocol):
-    """The same of backends that attend to chosen positions, too."""
+    """A :class:`LayerAttention` that also supports attention to selected positions."""
 
     def attend_chosen(self, layer: int, heads: Tensor, pool: KVPool, choice: TokenChoice) -> Tensor:
-        """As a call without sinks, of rows that attend to what they choose; ``[T, heads * d]``."""
+        """Attend to the positions that ``choice`` selects, without sinks: ``[T, heads * d]``."""
 
 
 class StaticAttention(LayerAttention, Protocol):
-    """Attention of decode steps of a fixed shape in static buffers, for CUDA graphs."""
+    """Attention of fixed-shape decode steps in static buffers, for CUDA graphs."""
 
     def pack_tables(self, sequences: Sequence[SequenceRows]) -> "array[int]":
-        """Pack the block tables (int32) of a step, one decode row per row, for its buffer."""
+        """Pack a step's block tables (int32) for the buffer; each row is a decode row."""
 
     def derive_masks(self) -> None:
         """Derive masks and indices from the tables, on the device."""
 
 
-#: Returns a buffer (int32, on the device) of so many numbers, for tables.
+#: Returns an int32 buffer for tables on the device, given its number of elements.
 AllocateTables = Callable[[int], Tensor]
 
 
@@ -131,15 +132,15 @@ class AttentionBackend(Protocol):
 
     @property
     def reads_pages(self) -> bool:
-        """Whether it reads KV in place, so that a step needs no memory for copies and masks."""
+        """Whether KV is read in place, so that steps need no memory for copies and masks."""
 
     @property
     def reads_unwritten(self) -> bool:
-        """Whether it reads positions beyond a request's last, so that they must not hold NaN."""
+        """Whether positions beyond a request's last are read, which then must not hold NaN."""
 
     @property
     def spans_context(self) -> bool:
-        """Whether a static form costs the same however many blocks it allows."""
+        """Whether the cost of a static form is independent of its maximum number of blocks."""
 
     def prepare_layers(
         self,
@@ -160,5 +161,5 @@ class AttentionBackend(Protocol):
     ) -> StaticAttention:
         """Prepare decode steps of ``rows`` rows with up to ``blocks`` blocks each.
 
-        It may call ``allocate_tables`` once.
+        May call ``allocate_tables`` once.
         """

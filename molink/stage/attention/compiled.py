@@ -24,8 +24,8 @@ class CompiledLayers:
     """Attention of one forward.
 
     ``passes``, ``tables`` and ``scratch`` are inputs of
-    :class:`~molink.stage.cpu_kernels.attention_kernel.AttentionKernel`, which checks no bounds:
-    ``first_block`` and ``last_block`` are those in the tables.
+    :class:`~molink.stage.cpu_kernels.attention_kernel.AttentionKernel`, which checks no bounds.
+    ``first_block`` and ``last_block`` are the lowest and highest block in the tables.
     """
 
     attend: "AttentionKernel"
@@ -43,7 +43,7 @@ class CompiledLayers:
             raise InvariantError(
                 f"blocks {self.first_block} to {self.last_block} are not in a pool of {pool.blocks}"
             )
-        # Codes with their scales behind them, if in 8 bits.
+        # With 8-bit KV: codes, followed by their scales.
         keys, values = pool.layer_pages(layer)
         window = self.windows[layer]
         return self.attend(
@@ -69,7 +69,10 @@ def kernel_shape(shape: AttentionShape, block_size: int) -> AttentionKernelShape
 def compile_attention(
     shape: AttentionShape, block_size: int, dtype: torch.dtype
 ) -> "AttentionKernel | None":
-    """Compile code for this CPU and torch's threads; ``None`` if unsupported. Not yet checked."""
+    """Compile code for this CPU and torch's threads; ``None`` if unsupported.
+
+    The caller must check the results.
+    """
     return create_attention_kernel(kernel_shape(shape, block_size), dtype, torch.get_num_threads())
 
 
@@ -101,7 +104,7 @@ class CompiledAttention:
                 passes.append((row + done, count, sequence.start + done, len(table)))
             table.extend(sequence.blocks)
             row += sequence.count
-        # Interleave passes over threads, since later rows of a prompt take longer.
+        # Interleave passes across threads, since later rows of a prompt take longer.
         shares = (passes[thread :: attend.threads] for thread in range(attend.threads))
         return CompiledLayers(
             attend,
@@ -121,6 +124,5 @@ class CompiledAttention:
         dtype: torch.dtype,
         allocate_tables: AllocateTables,
     ) -> StaticAttention:
-        """See :class:`~molink.stage.attention.base.AttentionBackend`: a CPU has no graphs to
-        fix."""
+        """See :class:`~molink.stage.attention.base.AttentionBackend`; a CPU has no CUDA graphs."""
         return self._gather.prepare_static(rows, blocks, block_size, dtype, allocate_tables)

@@ -31,12 +31,12 @@ def create_attention(
 ) -> AttentionBackend:
     """Create the backend ``name``.
 
-    ``auto`` is the first that works here of ``flash`` and ``triton``, or on a CPU ``compiled``;
-    otherwise ``gather``, or ``plain`` if ``gather`` is in ``disabled_kernels``. ``flash`` can't
-    read KV in 8 bits, and only these two attend to chosen positions.
+    ``auto`` is the first of ``flash`` and ``triton`` that works on this device, or ``compiled`` on
+    a CPU; otherwise ``gather``, or ``plain`` if ``gather`` is in ``disabled_kernels``. ``flash``
+    can't read 8-bit KV, and only ``gather`` and ``plain`` attend to selected positions.
 
     Raises:
-        UsageError: the requested backend doesn't work here.
+        UsageError: the requested backend doesn't work on this device.
     """
     if name == "plain":
         return PlainAttention(shape)
@@ -65,6 +65,6 @@ def _create_gather(
     if "gather-attention" in disabled_kernels:
         return PlainAttention(shape)
     if device.type == "cuda":
-        # On H100 and B200 SDPA prefers cuDNN, which takes 30 ms for each new length.
+        # On H100 and B200 SDPA prefers cuDNN, which takes 30 ms to prepare for each new length.
         torch.backends.cuda.enable_cudnn_sdp(False)
     return GatherAttention(shape)

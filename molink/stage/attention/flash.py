@@ -2,8 +2,8 @@
 
 ``torch.nn.attention.varlen.varlen_attn`` with a block table: on CUDA from compute capability 8.0,
 in fp16 and bf16, with pages of a multiple of :data:`PAGE_MULTIPLE` positions. Decode rows and
-prefill chunks are separate calls: the kernel packs query heads of a KV head only with one row per
-sequence and no window, and decode rows need no mask.
+prefill chunks are separate calls: the kernel packs the query heads of a KV head only if there is
+one row per sequence and no window, and decode rows need no mask.
 """
 
 from array import array
@@ -27,10 +27,10 @@ from molink.stage.kv_pool import KVPool
 
 @dataclass(frozen=True, slots=True)
 class PageTable:
-    """Block tables of some sequences, as the kernel takes them; all int32 on the device.
+    """Block tables of some sequences in the kernel's form, int32 on the device.
 
-    ``table [n, pages]`` has their pages, ``num_positions [n]`` the valid positions, ``starts [n +
-    1]`` each one's first row. ``ends [n + 1]`` is required, but unused with pages.
+    ``table [n, pages]`` has their pages, ``num_positions [n]`` their valid positions, ``starts [n +
+    1]`` their first rows. ``ends [n + 1]`` is required, but unused with pages.
     """
 
     table: Tensor
@@ -40,7 +40,7 @@ class PageTable:
 
     @classmethod
     def from_numbers(cls, numbers: Tensor, count: int) -> "PageTable":
-        """From the array of :func:`pack_page_table`."""
+        """Split the array of :func:`pack_page_table`."""
         width = (len(numbers) - 3 * count - 2) // count
         sizes = [count * width, count, count + 1, count + 1]
         table, used, starts, ends = torch.split(numbers, sizes)
@@ -66,7 +66,7 @@ def pack_page_table(sequences: Sequence[SequenceRows], width: int, page: int) ->
 
 
 def row_indices(part: Sequence[tuple[int, SequenceRows]], device: torch.device) -> Tensor | slice:
-    """Indices of sequences' rows in the batch: a slice if contiguous."""
+    """Return the indices of sequences' rows in the batch, as a slice if contiguous."""
     first, (last, sequence) = part[0][0], part[-1]
     if last + sequence.count - first == sum(each.count for _, each in part):
         return slice(first, last + sequence.count)
@@ -74,7 +74,7 @@ def row_indices(part: Sequence[tuple[int, SequenceRows]], device: torch.device) 
     return upload_tensor(torch.tensor(rows), device)
 
 
-#: Page sizes must be a multiple of this.
+#: Page sizes must be multiples of this.
 PAGE_MULTIPLE = 256
 
 FlashKernel = Callable[..., Any]
@@ -107,7 +107,7 @@ class FlashCall:
     max_positions: int
 
     def attend_rows(self, layer: int, heads: Tensor, pool: KVPool) -> Tensor:
-        """Attention of the rows ``[n, heads * head_dim]``."""
+        """Compute attention of the rows, ``[n, heads * head_dim]``."""
         shape, pages = self.shape, self.pages
         keys, values = pool.layer_pages(layer)
         window = shape.windows[layer] if shape.windows[layer] < self.max_positions else 0
@@ -131,7 +131,7 @@ class FlashCall:
     def __call__(
         self, layer: int, heads: Tensor, pool: KVPool, sinks: Tensor | None = None
     ) -> Tensor:
-        """See :class:`~molink.stage.attention.base.LayerAttention`, for a batch of these rows."""
+        """See :class:`~molink.stage.attention.base.LayerAttention`; the batch is these rows."""
         return self.attend_rows(layer, heads, pool)
 
 
@@ -171,7 +171,7 @@ class _StaticFlash:
         return pack_page_table(sequences, self._width, self._page)
 
     def derive_masks(self) -> None:
-        """No-op: the kernel takes tables as they are."""
+        """Do nothing: the kernel reads the tables directly."""
 
     def __call__(
         self, layer: int, heads: Tensor, pool: KVPool, sinks: Tensor | None = None
@@ -180,7 +180,7 @@ class _StaticFlash:
 
 
 class FlashAttention:
-    """The ``flash`` backend, without softcap, sinks and chunks."""
+    """The ``flash`` backend; softcap, sinks and chunked windows are not supported."""
 
     reads_pages, reads_unwritten, spans_context = True, True, False
 

@@ -2,13 +2,11 @@
 
 Decode rows run in buckets of similar length, padded to the longest. Query heads that share a KV
 head are folded into the query length (a decode row is a query of length ``groups`` per KV head),
-since SDPA's ``enable_gqa`` is six times slower on a CPU. A prefill chunk runs alone, against
-everything before it and, causally, itself. Sliding-window layers read only blocks inside the
-window.
+since SDPA's ``enable_gqa`` is six times slower on a CPU. A prefill chunk runs alone, against all
+earlier positions and, causally, itself. Sliding-window layers read only blocks inside the window.
 
-The ``static`` form uses fixed buffers for CUDA graphs. The ``plain`` backend replaces SDPA by
-products and a softmax, for devices on which fused kernels are wrong; it holds all scores of a call
-in memory.
+The ``static`` form uses fixed buffers for CUDA graphs. The ``plain`` backend replaces SDPA with
+products and a softmax, for devices with wrong fused kernels; it materializes all scores of a call.
 """
 
 import math
@@ -41,11 +39,11 @@ from molink.stage.batch import SequenceRows
 from molink.stage.device_copy import upload_integers
 from molink.stage.kv_pool import KVPool
 
-#: Bytes of KV per CPU decode bucket, which should stay in cache.
+#: Bytes of KV per decode bucket on a CPU, which should stay in cache.
 _CPU_BUCKET_BYTES = 4 << 20
-#: Rows of a chunk up to which folding groups is faster on a CPU.
+#: Maximum rows of a chunk for which folding groups is faster on a CPU.
 _MAX_FOLDED_ROWS = 8
-#: From this size on the C library returns memory to the system, and faults in new pages.
+#: From this size on, the C library returns memory to the system, so that new pages fault.
 _CPU_SCRATCH_BYTES = 16 << 20
 
 
@@ -61,7 +59,7 @@ class _GatherLayers:
         return self._attend(layer, heads, pool, sinks, None)
 
     def attend_chosen(self, layer: int, heads: Tensor, pool: KVPool, choice: TokenChoice) -> Tensor:
-        """Rows ``[T, heads * head_dim]``: see :class:`.ChoosingAttention`."""
+        """Return rows ``[T, heads * head_dim]``; see :class:`.ChoosingAttention`."""
         return self._attend(layer, heads, pool, None, choice)
 
     def _attend(
@@ -122,7 +120,7 @@ class _GroupBuilder:
         self._shape = shape
         #: Whether chunks need masks of their own.
         self._by_hand = bool(shape.softcap) or shape.sinks or shape.chooses
-        #: Elements that the pool holds of a position.
+        #: Elements per position in the pool.
         self._position = shape.kv_kinds * shape.kv_heads * shape.head_dim
         self._block_size, self._dtype, self._device = block_size, dtype, device
         self._scratch: Tensor | None = None
@@ -146,7 +144,7 @@ class _GroupBuilder:
 
     @property
     def _max_positions(self) -> int:
-        """Maximum positions of a decode bucket; unlimited on a GPU."""
+        """Return the maximum positions of a decode bucket; unlimited on a GPU."""
         if self._device.type != "cpu":
             return 1 << 62
         return _CPU_BUCKET_BYTES // (self._position * self._dtype.itemsize)
@@ -178,7 +176,7 @@ class _GroupBuilder:
         sees = self._shape.whole_images and bool(sequence.images)
         if not whole or self._by_hand or sees or (window and window < span.count):
             mask = self._chunk_mask(span, sequence, window)
-        # Groups share what a row chooses.
+        # All query groups share the positions that a row selects.
         can_fold = self._device.type == "cpu" and not self._shape.chooses
         folded = mask is not None and span.count <= _MAX_FOLDED_ROWS and can_fold
         if mask is not None and folded:
@@ -214,7 +212,7 @@ class _GroupBuilder:
         return mask
 
     def _make_scratch(self, ids: Sequence[int]) -> Tensor | None:
-        """Scratch for gathered blocks, shared by all layers."""
+        """Allocate scratch for gathered blocks, shared by all layers."""
         size = len(ids) * self._block_size * self._position
         nbytes = size * self._dtype.itemsize
         if self._device.type != "cpu" or nbytes < _CPU_SCRATCH_BYTES or as_slice(ids) is not None:
@@ -225,12 +223,12 @@ class _GroupBuilder:
 
 
 def first_position(shape: AttentionShape, sequence: SequenceRows, window: int) -> int:
-    """First position that a sequence's rows see in layers with ``window`` (0 = none)."""
+    """Return the first position that a sequence's rows see in layers with ``window`` (0 = none)."""
     return max(0, shape.first_visible(sequence.start, window)) if window else 0
 
 
 def static_width(window: int, blocks: int, block_size: int) -> int:
-    """Maximum blocks that a row reads in layers with ``window`` (0 = none)."""
+    """Return the maximum blocks that a row reads in layers with ``window`` (0 = none)."""
     return min(blocks, -(-(window - 1) // block_size) + 1) if window else blocks
 
 
@@ -313,7 +311,7 @@ class StaticGather:
         return self._layers[layer].attend_rows(layer, heads, pool, self._shape, sinks)
 
     def attend_chosen(self, layer: int, heads: Tensor, pool: KVPool, choice: TokenChoice) -> Tensor:
-        """Rows ``[T, heads * head_dim]``: see :class:`.ChoosingAttention`."""
+        """Return rows ``[T, heads * head_dim]``; see :class:`.ChoosingAttention`."""
         return self._layers[layer].attend_rows(layer, heads, pool, self._shape, None, choice)
 
 
@@ -328,7 +326,7 @@ class _PlainLayers:
             return self.inner(layer, heads, pool, sinks)
 
     def attend_chosen(self, layer: int, heads: Tensor, pool: KVPool, choice: TokenChoice) -> Tensor:
-        """Rows ``[T, heads * head_dim]``: see :class:`.ChoosingAttention`."""
+        """Return rows ``[T, heads * head_dim]``; see :class:`.ChoosingAttention`."""
         with sdpa_kernel(SDPBackend.MATH):
             return self.inner.attend_chosen(layer, heads, pool, choice)
 
@@ -350,7 +348,7 @@ class _StaticPlain:
             return self.inner(layer, heads, pool, sinks)
 
     def attend_chosen(self, layer: int, heads: Tensor, pool: KVPool, choice: TokenChoice) -> Tensor:
-        """Rows ``[T, heads * head_dim]``: see :class:`.ChoosingAttention`."""
+        """Return rows ``[T, heads * head_dim]``; see :class:`.ChoosingAttention`."""
         with sdpa_kernel(SDPBackend.MATH):
             return self.inner.attend_chosen(layer, heads, pool, choice)
 

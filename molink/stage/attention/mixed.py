@@ -1,4 +1,4 @@
-"""Attention of layers whose heads differ, by a backend for each kind of heads."""
+"""Attention of layers with different heads, through one backend per kind of heads."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from molink.stage.kv_pool import KVPool
 
 @dataclass(frozen=True, slots=True)
 class _MixedLayers:
-    """Attention of one forward: of each layer, its part and its index there."""
+    """Attention of one forward: dispatches each layer to its part, under its index there."""
 
     parts: tuple[LayerAttention, ...]
     places: tuple[tuple[int, int], ...]
@@ -32,9 +32,9 @@ class _MixedLayers:
 
 
 class MixedAttention:
-    """Backends ``parts``; ``places`` are those of :class:`~molink.stage.mixed_kv_pool.MixedKVPool`.
+    """Backends ``parts``; ``places`` is as in :class:`~molink.stage.mixed_kv_pool.MixedKVPool`.
 
-    Layers get their part of that pool.
+    Each layer gets its part of that pool.
     """
 
     def __init__(
@@ -77,5 +77,5 @@ class MixedAttention:
         dtype: torch.dtype,
         allocate_tables: AllocateTables,
     ) -> StaticAttention:
-        """Layers whose heads differ are not captured."""
+        """Return ``None``: layers with different heads are not captured."""
         raise InvariantError("layers whose heads differ have no static attention")

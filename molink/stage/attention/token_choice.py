@@ -1,4 +1,4 @@
-"""Choice of the positions that rows attend to (DeepSeek-V3.2, arXiv 2512.02556, §2.1)."""
+"""Selects the positions that rows attend to (DeepSeek-V3.2, arXiv 2512.02556, §2.1)."""
 
 import math
 from dataclasses import dataclass
@@ -12,10 +12,10 @@ _MAX_SCORES = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class TokenChoice:
-    """Index queries of a forward's rows, and where index keys are.
+    """Index queries of a forward's rows, and the location of index keys.
 
-    ``queries`` are ``[T, n, dim]``, ``weights`` float32 ``[T, n]``. An index key is ``part`` of a
-    position's key. A row attends to the ``top_k`` positions with the greatest sums of ``weight *
+    ``queries`` is ``[T, n, dim]``, ``weights`` float32 ``[T, n]``. An index key is ``part`` of a
+    position's key. A row attends to the ``top_k`` positions with the largest sums of ``weight *
     max(0, query · key)``.
     """
 
@@ -25,10 +25,10 @@ class TokenChoice:
     top_k: int
 
     def restrict_mask(self, mask: Tensor, rows: Tensor | slice, keys: Tensor) -> Tensor:
-        """Hide what ``rows`` don't choose of the positions that they see.
+        """Mask the visible positions that ``rows`` don't select.
 
-        ``mask`` is additive, ``[R, P]``; ``keys`` are ``[R, P, head_dim]``, or ``[1, P, head_dim]``
-        if they are the same for all rows.
+        ``mask`` is additive, ``[R, P]``; ``keys`` is ``[R, P, head_dim]``, or ``[1, P, head_dim]``
+        if all rows share the keys.
         """
         if keys.shape[1] <= self.top_k:
             return mask
@@ -42,6 +42,6 @@ class TokenChoice:
             scores = torch.matmul(queries[some], index_keys[some]).relu_()
             total = torch.matmul(weights[some], scores).squeeze(1).add_(mask[some])
             chosen = total.topk(self.top_k, dim=-1).indices
-            # A row may see fewer positions than it can choose.
+            # A row may see fewer positions than it can select.
             restricted[some].scatter_(-1, chosen, mask[some].gather(-1, chosen))
         return restricted

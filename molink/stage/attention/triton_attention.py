@@ -1,8 +1,8 @@
 """Attention by Triton kernels, which read the paged pool in place.
 
-For every page size and head size, with windows, softcap and sinks. A sequence of few rows (a decode
-row, drafts) is one tile of the kernel, a chunk is several. Few tiles are split over their
-positions, so that they fill the card.
+It supports every page size and head size, windows, softcap and sinks. A sequence with few rows (a
+decode row, drafts) is one tile of the kernel, a chunk is several tiles. If there are few tiles,
+their positions are split into parts, so that the GPU is fully used.
 """
 
 from array import array
@@ -30,16 +30,16 @@ from molink.stage.gpu_kernels.attention_kernels import (
 from molink.stage.gpu_kernels.block_product import count_processors
 from molink.stage.kv_pool import KVPool
 
-#: Tiles are split into at most this many parts of all together, and of each.
+#: Maximum number of parts of all tiles together, and of each tile.
 MAX_PARTS, _MAX_SPLITS = 512, 64
-#: Programs per multiprocessor of low and of tall tiles: an H100 holds as many at once.
+#: Concurrent programs per multiprocessor, of low and of tall tiles, as on an H100.
 _LOW_PROGRAMS, _TALL_PROGRAMS = 4, 2
-#: Positions of a part: at least so many, and so many per line, for a part's results take half the
-#: bytes of its KV then.
+#: Minimum positions of a part, in total and per line, at which a part's results take half the bytes
+#: of its KV.
 _MIN_POSITIONS, _POSITIONS_PER_LINE = 128, 4
-#: Rows that no tile holds.
+#: More rows than any tile holds.
 _LONG_CHUNK = 1 << 10
-#: Numbers of a tile; see :func:`~molink.stage.gpu_kernels.attention_kernels.attend_pages`.
+#: Numbers per tile; see :func:`~molink.stage.gpu_kernels.attention_kernels.attend_pages`.
 _TILE_NUMBERS = 4
 _NO_WINDOW = (1 << 31) - 1
 
@@ -48,8 +48,8 @@ _NO_WINDOW = (1 << 31) - 1
 class TileLaunch:
     """Tiles of one height, in a batch or in static buffers.
 
-    ``tiles`` are those of :func:`pack_tiles` on the device: ``count`` tiles of at most ``rows``
-    rows. No row has more than ``positions`` positions.
+    ``tiles`` is the result of :func:`pack_tiles` on the device: ``count`` tiles of at most ``rows``
+    rows, which see at most ``positions`` positions.
     """
 
     shape: AttentionShape
@@ -62,7 +62,7 @@ class TileLaunch:
     def attend_rows(
         self, layer: int, heads: Tensor, pool: KVPool, sinks: Tensor | None, output: Tensor
     ) -> None:
-        """Write the attention of these rows into ``output [T, heads * head_dim]``."""
+        """Compute attention of these rows into ``output [T, heads * head_dim]``."""
         shape, size, (keys, values) = self.shape, self.size, pool.layer_pages(layer)
         scales = pool.layer_scales(layer)
         key_scales, value_scales = scales or (None, None)
@@ -92,7 +92,7 @@ class TileLaunch:
             )  # fmt: skip
 
     def choose_splits(self, visible: int, device: torch.device) -> int:
-        """Into how many parts to split tiles that see ``visible`` positions, to fill the device."""
+        """Choose the parts of tiles that see ``visible`` positions, to fill the device."""
         wanted = _LOW_PROGRAMS if self.size.is_low else _TALL_PROGRAMS
         parts = min(MAX_PARTS, wanted * count_processors(device))
         lines = self.rows * self.shape.groups
@@ -103,10 +103,10 @@ class TileLaunch:
 def pack_tiles(
     sequences: Sequence[tuple[int, SequenceRows]], height: int, block_size: int, capacity: int = 0
 ) -> tuple["array[int]", int]:
-    """Pack tiles of up to ``height`` rows with their block tables; return the number of tiles, too.
+    """Pack tiles of up to ``height`` rows and their block tables; also return the number of tiles.
 
-    Each sequence comes with its first row in the batch. Tiles with more positions take longer and
-    come first. Tiles missing from ``capacity`` are empty.
+    Each sequence comes with the index of its first row in the batch. Tiles with more positions take
+    longer and come first. Empty tiles fill up ``capacity``.
     """
     found: list[tuple[int, int, int, int]] = []
     tables = array("i")
@@ -150,7 +150,7 @@ class _StaticTriton(_TritonLayers):
         return pack_tiles(_locate(sequences), 1, self._block_size, self._launch.count)[0]
 
     def derive_masks(self) -> None:
-        """No-op: the kernel takes tables as they are."""
+        """Do nothing: the kernel reads the tables directly."""
 
 
 class TritonAttention:
@@ -211,12 +211,12 @@ class TritonAttention:
 
 
 def _locate(sequences: Sequence[SequenceRows]) -> list[tuple[int, SequenceRows]]:
-    """Sequences with their first rows in the batch."""
+    """Pair sequences with the indices of their first rows in the batch."""
     ends = accumulate(sequence.count for sequence in sequences)
     return [(end - each.count, each) for end, each in zip(ends, sequences, strict=True)]
 
 
 def _set_device(device: torch.device) -> None:
-    """Triton launches on the thread's current device."""
+    """Make ``device`` current, since Triton launches on the thread's current device."""
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -1,4 +1,4 @@
-"""Attention of images' rows to all of their image (Gemma 3), beside a causal backend."""
+"""Attention of images' rows to their whole image (Gemma 3), combined with a causal backend."""
 
 from collections.abc import Sequence
 
@@ -14,9 +14,9 @@ from molink.stage.batch import SequenceRows
 
 
 class WholeImageAttention:
-    """``causal`` for steps without rows of images, ``masked`` for those with some.
+    """Uses ``causal`` for steps without rows of images, ``masked`` for steps with some.
 
-    The latter are a few steps of a prompt, so no kernel has the mask.
+    The latter are few steps of a prompt, so no kernel supports their mask.
     """
 
     def __init__(self, causal: AttentionBackend, masked: AttentionBackend) -> None:
@@ -61,5 +61,5 @@ class WholeImageAttention:
         dtype: torch.dtype,
         allocate_tables: AllocateTables,
     ) -> StaticAttention:
-        """Decode steps have no rows of images."""
+        """Prepare the causal backend, since decode steps have no rows of images."""
         return self._causal.prepare_static(rows, blocks, block_size, dtype, allocate_tables)

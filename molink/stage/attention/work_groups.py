@@ -1,7 +1,7 @@
 """Work groups of the ``gather`` backend: decode buckets and prefill chunks.
 
-A row attends to all positions up to its own, or in a layer with a window to those from
-:meth:`~molink.stage.attention.base.AttentionShape.first_visible` on.
+A row attends to all positions up to its own; in a layer with a window, it starts at
+:meth:`~molink.stage.attention.base.AttentionShape.first_visible`.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from molink.stage.kv_pool import KVPool
 class DecodeBucket:
     """Decode rows of similar length. ``rows`` are their indices in the batch.
 
-    Without an additive ``mask`` ``[rows, 1, 1, positions]``, all attend to ``visible``.
+    Without an additive ``mask`` ``[rows, 1, 1, positions]``, all rows attend to ``visible``.
     """
 
     rows: Tensor | slice
@@ -62,7 +62,7 @@ class PrefillChunk:
     """Rows of one sequence; without ``blocks`` there is no earlier context.
 
     ``mask`` is additive, ``[count, visible positions]``; without it attention is causal. With
-    ``folds_groups`` its rows are repeated for each group.
+    ``folds_groups`` the mask's rows are repeated for each group.
     """
 
     rows: slice
@@ -128,7 +128,7 @@ class PrefillChunk:
 WorkGroups = tuple[DecodeBucket | PrefillChunk, ...]
 
 
-#: Padding (positions over all rows) that is cheaper than another SDPA call.
+#: Padding (in positions, over all rows) that is cheaper than another SDPA call.
 FREE_PADDING = 1024
 
 
@@ -137,7 +137,7 @@ class Span:
     """Blocks that the rows of one sequence read in layers of one window.
 
     Positions ``begin … end - 1`` are visible, counted from the first position of the first block.
-    ``row`` is the index of the first row in the batch.
+    ``row`` is the batch index of the sequence's first row.
     """
 
     row: int
@@ -148,7 +148,7 @@ class Span:
 
     @classmethod
     def from_sequence(cls, row: int, sequence: SequenceRows, first: int, block_size: int) -> "Span":
-        """Span of rows that begin at ``row`` of the batch, and see positions from ``first`` on."""
+        """Create the span of rows from batch index ``row`` that see positions from ``first`` on."""
         end = sequence.start + sequence.count
         block = first // block_size
         blocks = sequence.blocks[block : -(-end // block_size)]
@@ -157,15 +157,15 @@ class Span:
 
 
 def effective_windows(windows: Sequence[int], longest: int) -> tuple[int, ...]:
-    """``windows`` of layers, with 0 where they exclude nothing at ``longest`` positions."""
+    """Replace ``windows`` that exclude nothing at ``longest`` positions with 0."""
     return tuple(0 if window >= longest else window for window in windows)
 
 
 def bucket_spans(decode: Sequence[Span], block_size: int, max_positions: int) -> list[list[Span]]:
     """Group decode rows into buckets, each padded to its longest row.
 
-    A bucket is split, longest row first, where padding would dominate, or where it would gather
-    more than ``max_positions`` positions (a single row may exceed that).
+    Rows are taken longest first; a new bucket begins if padding would dominate, or if the bucket
+    would gather more than ``max_positions`` positions (a single row may exceed that).
     """
     rest = sorted(decode, key=lambda span: -len(span.blocks))
     found: list[list[Span]] = []
@@ -184,9 +184,9 @@ def bucket_spans(decode: Sequence[Span], block_size: int, max_positions: int) ->
 
 
 def block_ids(bucket: Sequence[Span]) -> list[int]:
-    """Block ids of all spans, each padded to the longest.
+    """Return the block ids of all spans, each padded to the longest.
 
-    Padding repeats one of the request's blocks, never another request's.
+    Padding repeats one of the request's own blocks, never another request's.
     """
     width = max(len(span.blocks) for span in bucket)
     ids: list[int] = []
@@ -220,11 +220,11 @@ def attend_dot_product(
     softcap: float,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention of ``queries [a, b, m, d]`` to ``keys`` and ``values [a, b, n, d]``.
+    """Attend with ``queries [a, b, m, d]`` to ``keys`` and ``values [a, b, n, d]``.
 
-    ``mask`` is additive and broadcasts to ``[a, b, m, n]``; ``causal`` requires a square without
-    softcap and sinks. Scores are multiplied by the factor ``scale``. ``sinks`` broadcast to ``[a,
-    b, m, 1]``.
+    ``mask`` is additive and broadcasts to ``[a, b, m, n]``; ``causal`` requires ``m == n``, and
+    neither softcap nor sinks. Scores are multiplied by the factor ``scale``. ``sinks`` broadcast to
+    ``[a, b, m, 1]``.
     """
     if softcap or sinks is not None:
         return _attend_float32(queries, keys, values, mask, scale, softcap, sinks)
@@ -242,7 +242,7 @@ def _attend_float32(
     softcap: float,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Compute in float32, since a cap leaves only relative precision; in slabs of query rows."""
+    """Compute in float32, in slabs of query rows, since a soft cap needs the precision."""
     transposed, wide = keys.float().transpose(2, 3), values.float()
     a, b, m, _ = queries.shape
     slab = max(1, _MAX_SCORES // (a * b * transposed.shape[3]))

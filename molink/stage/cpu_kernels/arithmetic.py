@@ -1,4 +1,4 @@
-"""How a CPU multiplies: with native bf16 products, or in float32 after widening."""
+"""Arithmetic of products on a CPU: native bf16 products, or float32 after widening."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -21,8 +21,8 @@ from molink.stage.cpu_kernels.emit import (
 class Arithmetic(Protocol):
     """Sums ``lanes`` columns per register, ``tile`` rows × ``vectors`` registers at a time.
 
-    Two neighbours in depth are a *pair*; a pair of 16-bit weights has four bytes. With float32
-    weights each element is a pair by itself.
+    Two neighbours in depth form a *pair*; a pair of 16-bit weights has four bytes. With float32
+    weights each element counts as a pair.
     """
 
     @property
@@ -33,7 +33,7 @@ class Arithmetic(Protocol):
     def tile(self) -> int: ...
     @property
     def prefetch_min_rows(self) -> int | None:
-        """Rows per tile from which weights are prefetched: the CPU's prefetcher falls behind."""
+        """Minimum rows per tile for prefetching weights; the CPU's own prefetcher falls behind."""
 
     @property
     def element(self) -> int:
@@ -51,7 +51,7 @@ class Arithmetic(Protocol):
         """Load a row's pair, broadcast to all lanes."""
 
     def load_weights(self, builder: ir.IRBuilder, pointer: ir.Value, vector: int) -> Values:
-        """Load pairs of ``lanes`` columns, of number ``vector`` at ``pointer``."""
+        """Load the pairs of ``lanes`` columns: vector number ``vector`` at ``pointer``."""
 
     def add_product(
         self, builder: ir.IRBuilder, total: ir.Value, pair: Values, weights: Values
@@ -66,8 +66,8 @@ class Arithmetic(Protocol):
 class DotBf16:
     """bf16 rows with AVX512-BF16: one instruction multiplies 16 pairs.
 
-    24 of the 32 registers hold sums, more rows than most batches have, so that weights are read
-    from memory once.
+    24 of the 32 registers hold sums. That covers more rows than most batches have, so weights are
+    read from memory once.
     """
 
     lanes: int = 16
@@ -138,7 +138,7 @@ class WidenedBf16:
 
 @dataclass(frozen=True, slots=True)
 class WidenedF16(WidenedBf16):
-    """The same with float16 weights, widened by F16C."""
+    """float32 rows and float16 weights, widened by F16C."""
 
     weight_dtype: torch.dtype = torch.float16
 

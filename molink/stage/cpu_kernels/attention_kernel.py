@@ -1,7 +1,7 @@
 """Attention of a few rows to a sequence's pages in place, without gathering.
 
-A *pass* is some neighbouring rows of one sequence; a unit of work is one KV head of a pass, with
-all query heads that share it. Positions are processed in *spans*, a span's keys in *strips*. A
+A *pass* is a few consecutive rows of one sequence. A unit of work is one KV head of a pass, with
+all query heads that share it. Positions are processed in *spans*, and a span's keys in *strips*. A
 strip of keys is transposed in registers into columns for
 :func:`~molink.stage.cpu_kernels.dots.emit_dots`; so are a span's values::
 
@@ -55,7 +55,7 @@ from molink.stage.cpu_kernels.kernel_shape import (
 from molink.stage.cpu_kernels.openmp import OpenMp, emit_parallel_for
 from molink.stage.cpu_kernels.softmax import QueryState, SoftmaxEmitter
 
-#: Integers of a pass: first row, number of rows, position of the first, start of its page table.
+#: Integers per pass: first row, number of rows, position of the first row, start of its page table.
 PASS_WORDS = 4
 _WORD, _VECTOR_BYTES = 8, 64
 
@@ -71,7 +71,7 @@ class AttentionKernel:
         threads: int = 1,
         features: str | None = None,
     ) -> None:
-        """Compile for rows of ``arithmetic``'s type, and keys and values of the same or int8.
+        """Compile for rows of ``arithmetic``'s type, and keys and values of that type or int8.
 
         Raises:
             RuntimeError: LLVM can't compile for this CPU.
@@ -102,11 +102,11 @@ class AttentionKernel:
     ) -> Tensor:
         """Attend with ``heads`` ``[T, (groups + 2) * kv_heads, head_dim]``: q, k, v.
 
-        ``keys`` and ``values`` are strided pages ``[blocks, block_size, kv_heads, head_dim]``;
-        scales of int8 ones follow the codes of a head's page. ``passes`` are int64 ``[n,
+        ``keys`` and ``values`` are strided pages ``[blocks, block_size, kv_heads, head_dim]``; the
+        scales of int8 pages follow the codes of a head's page. ``passes`` are int64 ``[n,
         PASS_WORDS]``, ``tables`` flat int64, and ``scratch`` is from :meth:`allocate_scratch`; a
-        ``window`` of 0 is none. ``sinks`` are float32, one per query head. Returns ``[T, groups *
-        kv_heads * head_dim]``.
+        ``window`` of 0 means none. ``sinks`` are float32, one per query head. Returns ``[T, groups
+        * kv_heads * head_dim]``.
         """
         shape, element = self.shape, keys.itemsize
         assert shape.sinks == (sinks is not None)
@@ -138,14 +138,14 @@ class AttentionKernel:
 
 
 class _HalfPage(NamedTuple):
-    """Pointers to its first position's row, and to that row's scale if in 8 bits."""
+    """Pointers to the row of its first position and, for int8, to that row's scale."""
 
     rows: ir.Value
     scales: ir.Value
 
 
 class _AttentionEmitter:
-    """Emits one thread's work: some units, one after the other."""
+    """Emits one thread's work: a range of units, one after the other."""
 
     def __init__(
         self, module: ir.Module, shape: AttentionKernelShape, arithmetic: Arithmetic
@@ -156,7 +156,7 @@ class _AttentionEmitter:
         begin, end, thread = task
         self._shape, self._arithmetic, self._builder = shape, arithmetic, builder
         self._softmax = SoftmaxEmitter(builder, shape, arithmetic)
-        #: Positions of a strip, and columns of values multiplied at once.
+        #: Positions per strip, and columns of values multiplied at once.
         self._strip = arithmetic.lanes * arithmetic.vectors
         self.scratch = ScratchLayout.from_shape(shape, self._strip, arithmetic.element)
         self._head = shape.head_dim * arithmetic.element
@@ -196,7 +196,7 @@ class _AttentionEmitter:
         return ()
 
     def _load_query(self, query: ir.Value, _: Values) -> Values:
-        """Copy a query next to the others of the pass."""
+        """Copy a query next to the other queries of the pass."""
         builder, shape = self._builder, self._shape
         source = self._head_pointer(self._heads, query, (shape.groups + 2) * shape.kv_heads)
         for at in range(0, self._head, _VECTOR_BYTES):
@@ -207,7 +207,7 @@ class _AttentionEmitter:
         return ()
 
     def _emit_span(self, number: ir.Value, _: Values) -> Values:
-        """Process the part of a span that any query sees."""
+        """Process the part of a span that at least one query sees."""
         builder, size = self._builder, I64(self.scratch.span)
         begin = builder.mul(number, size)
         end = emit_minimum(builder, builder.add(self._last, I64(1)), builder.add(begin, size))
@@ -385,7 +385,7 @@ class _AttentionEmitter:
             emit_loop(builder, I64(0), I64(HALF_PAGE), 1, emit_position)
 
     def _half_pointers(self, strip: ir.Value, what: str, ahead: int = 0) -> list[_HalfPage]:
-        """A strip's positions, or those of the strip ``ahead``.
+        """Point to the halves of a strip's positions, or to those of the strip ``ahead``.
 
         Positions beyond the visible ones are clamped.
         """
@@ -408,10 +408,10 @@ class _AttentionEmitter:
         return pages
 
     def _first_visible(self, position: ir.Value) -> ir.Value:
-        """First position that a row at ``position`` sees."""
+        """Compute the first position that a row at ``position`` sees."""
         builder = self._builder
         if self._shape.chunked:
-            # Without a window, it must not divide by 0.
+            # Without a window, the division must not be by 0.
             size = emit_maximum(builder, self._window, I64(1))
             first = builder.sub(position, builder.urem(position, size))
         else:
@@ -420,7 +420,7 @@ class _AttentionEmitter:
         return builder.select(builder.icmp_signed(">", self._window, I64(0)), first, I64(0))
 
     def _query_state(self, query: ir.Value) -> QueryState:
-        """Pointers to a query's state."""
+        """Return pointers to a query's state."""
         scratch, width = self.scratch, self._shape.head_dim * F32
         return QueryState(
             self._scratch_pointer(scratch.scores, query, scratch.span * F32),
@@ -430,7 +430,7 @@ class _AttentionEmitter:
         )
 
     def _head_pointer(self, base: ir.Value, query: ir.Value, heads: int) -> ir.Value:
-        """Pointer to a query's head in ``[T, heads, head_dim]``."""
+        """Return a pointer to a query's head in ``[T, heads, head_dim]``."""
         builder = self._builder
         row = builder.add(self._row, builder.udiv(query, I64(self._shape.groups)))
         number = builder.add(builder.mul(row, I64(heads)), self._head_index(query))
@@ -441,6 +441,6 @@ class _AttentionEmitter:
         return builder.add(builder.mul(self._kv_head, groups), builder.urem(query, groups))
 
     def _scratch_pointer(self, at: int, number: ir.Value, nbytes: int) -> ir.Value:
-        """Pointer to item ``number`` in the thread's scratch from ``at`` on."""
+        """Return a pointer to item ``number`` of the thread's scratch from ``at`` on."""
         begin = emit_offset(self._builder, self._memory, I64(at))
         return emit_element_pointer(self._builder, begin, number, nbytes)

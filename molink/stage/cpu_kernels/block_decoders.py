@@ -15,11 +15,11 @@ from molink.stage.cpu_kernels.emit import BYTE, FLOAT, I32, BFloat, Values, decl
 
 _I16 = ir.IntType(16)
 
-#: Power of two from which bf16 has steps of 1, and its bits.
+#: Power of two at which bf16 has a step of 1, and its bits.
 _BASE, _BASE_BITS = 128, 0x4300
 
 
-#: Returns the vector of a group's word of that number, one per column.
+#: Given the number of a group's word, returns the vector of these words, one per column.
 LoadWord = Callable[[int], ir.Value]
 
 
@@ -31,7 +31,7 @@ class CodeDecoder(Protocol):
         """Difference between decoded weights and ``code - offset``."""
 
     def emit_pair(self, builder: ir.IRBuilder, words: LoadWord, index: int) -> Values:
-        """Emit pair ``index`` of the group."""
+        """Decode pair ``index`` of the group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class Bf16Decoder:
         return (builder.bitcast(found, ir.VectorType(BFloat(), count)),)
 
     def _look_up_codes(self, builder: ir.IRBuilder, codes: ir.Value | None) -> ir.Value:
-        # 32 entries: with 4-bit codes each weight appears twice.
+        # The table has 32 entries: with 4-bit codes each weight appears twice.
         halves = ir.VectorType(_I16, 2 * self.lanes)
         weights = torch.arange(halves.count).remainder(1 << self.form.bits)
         if self.form.codebook:
@@ -88,7 +88,7 @@ class Bf16Decoder:
         kind = ir.FunctionType(ir.VectorType(BFloat(), 2 * self.lanes), [floats, floats])
         narrow = declare_function(builder.module, "llvm.x86.avx512bf16.cvtne2ps2bf16.512", kind)
         parts = []
-        for first in (self.lanes, 0):  # the second operand becomes the lower half
+        for first in (self.lanes, 0):  # the second operand fills the lower half
             order = ir.Constant(places, list(range(first, first + self.lanes)))
             wide = builder.sext(builder.shuffle_vector(codes, codes, order), places)
             parts.append(builder.sitofp(wide, floats))
@@ -123,7 +123,7 @@ class Float32Decoder:
     ) -> ir.Value:
         found: ir.Value | None = None
         for bit_range in locate_pair(self.form.bits, index):
-            # A lookup ignores other codes' bits.
+            # A lookup ignores the bits of other codes.
             loose = bool(self.form.codebook)
             part = _extract_bits(
                 builder, words(bit_range.word), bit_range, HALF_BITS * parity, 2 * HALF_BITS, loose
@@ -146,7 +146,7 @@ class Float32Decoder:
         found = [builder.call(look_up, [table, codes]) for table in tables]
         if len(found) == 1:
             return found[0]
-        # The fourth bit, as a sign, chooses between the halves of the table.
+        # The fourth bit, as the sign, selects a half of the table.
         sign = builder.shl(codes, ir.Constant(codes.type, [28] * size))
         above = builder.icmp_signed("<", sign, ir.Constant(codes.type, [0] * size))
         return builder.select(above, found[1], found[0])
@@ -160,9 +160,9 @@ def _extract_bits(
     width: int,
     loose: bool = False,
 ) -> ir.Value:
-    """Move a code's bits from ``begin`` to their place in the code.
+    """Shift a code's bits from ``begin`` to their place in the code.
 
-    If ``loose``, other codes' bits may remain. Words have ``width`` bits.
+    If ``loose``, bits of other codes may remain. Words have ``width`` bits.
     """
     count, by = words.type.count, bit_range.source_bit + begin - bit_range.target_bit
     if by:

@@ -1,8 +1,8 @@
-"""Matrix product with quantized weights and rows in 8 bits, in integers.
+"""Integer matrix product of quantized weights and rows in 8 bits.
 
 Weights are stored as in :mod:`molink.stage.cpu_kernels.block_matmul`; rows are quantized by
-:mod:`molink.stage.cpu_kernels.row_quantizer`, which depends on the row only. Sums of a group are
-exact, so a row's result depends neither on other rows, nor on threads, nor on the instructions.
+:mod:`molink.stage.cpu_kernels.row_quantizer`, each row by itself. Sums of a group are exact, so a
+row's result does not depend on other rows, threads or instructions.
 """
 
 import torch
@@ -28,7 +28,7 @@ from molink.stage.cpu_kernels.row_quantizer import NUMBER_BYTES, RowQuantizer
 
 #: Rows multiplied at once.
 _TILES = [6, 4, 2, 1]
-#: Numbers of rows from which threads share quantizing them.
+#: Elements of rows from which threads share their quantization.
 _MANY_NUMBERS = 2**16
 
 
@@ -46,7 +46,7 @@ class IntegerBlockMatMul:
         threads: int = 1,
         features: str | None = None,
     ) -> None:
-        """Compile for rows as ``arithmetic`` has them.
+        """Compile for rows of ``arithmetic``'s type.
 
         Raises:
             RuntimeError: LLVM can't compile for this CPU or ``features``.
@@ -96,7 +96,7 @@ class IntegerBlockMatMul:
 
 
 class _IntegerProduct(BlockProduct):
-    """The same as its base, with quantized rows and their groups' numbers as ``sums``."""
+    """The base's product, with quantized rows and their groups' numbers as ``sums``."""
 
     def __init__(
         self,

@@ -39,14 +39,14 @@ from molink.stage.cpu_kernels.emit import (
 from molink.stage.cpu_kernels.kernel_shape import LANES
 
 _F32, _LINE = 4, 64
-#: Depth of a panel: its codes take 16 KB.
+#: Depth of a panel whose codes take 16 KB.
 _PANEL_DEPTH = 256
 #: Rows multiplied at once; the last tile repeats the last row.
 _TILES = (6, 4, 2)
 
 
 def panel_arithmetic(arithmetic: Arithmetic) -> Arithmetic:
-    """Arithmetic for a panel in cache."""
+    """Return the arithmetic for a panel in cache."""
     if isinstance(arithmetic, DotBf16):
         return replace(arithmetic, prefetch_min_rows=None)
     return Float32(lanes=arithmetic.lanes)
@@ -65,12 +65,12 @@ class PanelProduct:
         self._arithmetic = panel_arithmetic(arithmetic)
         self._columns = arithmetic.vectors * arithmetic.lanes
         self._floats = ir.VectorType(FLOAT, arithmetic.lanes)
-        #: Whether 32 registers allow a tile's totals in addition to its sums.
+        #: Whether there are 32 registers, enough for a tile's totals besides its sums.
         self._keeps_totals = arithmetic.lanes == LANES
-        #: Blocks of a panel.
+        #: Blocks per panel.
         self._panel_blocks = max(1, _PANEL_DEPTH // form.block)
         groups = self._panel_blocks * form.groups_per_block
-        #: Bytes of a group's codes and numbers, and offsets of numbers and totals.
+        #: Bytes of a group's codes and of its numbers, and offsets of numbers and totals.
         pairs = form.group * self._arithmetic.element // self._arithmetic.pair_bytes
         self._code_bytes = pairs * self._columns * PAIR_BYTES
         self._number_bytes = form.numbers_per_group * self._columns * _F32
@@ -151,7 +151,7 @@ class PanelProduct:
             def emit_pair(run: ir.Value, index: int, found: list[Values], _: Values) -> Values:
                 at = builder.mul(run, I64(RUN_CODES // 2 * pair_bytes))
                 address = emit_offset(builder, panel, builder.add(at, I64(index * pair_bytes)))
-                # bf16 pairs share a vector; float32 neighbours follow each other.
+                # bf16 pairs share a vector; float32 neighbours are consecutive.
                 for vectors in zip(*found, strict=True):
                     for vector in vectors:
                         builder.store(vector, address, align=4)

@@ -35,7 +35,7 @@ from molink.stage.cpu_kernels.row_quantizer import NUMBER_BYTES
 _I16 = ir.IntType(16)
 _F32 = 4
 
-#: Reads a group's numbers, after its codes, to save registers.
+#: Reads a group's numbers; called after its codes are processed, to save registers.
 ReadNumbers = Callable[[], Values]
 #: ``carried = body(group, codes, numbers, carried)``.
 GroupBody = Callable[[ir.Value, ir.Value, ReadNumbers, Values], Values]
@@ -46,7 +46,7 @@ PairBody = Callable[[ir.Value, int, list[Values], Values], Values]
 
 
 class PackedBlockReader:
-    """Reads a *part* of a weight: columns stored side by side, some registers wide."""
+    """Reads a *part* of a weight: interleaved columns that fill a few registers."""
 
     def __init__(
         self,
@@ -56,10 +56,7 @@ class PackedBlockReader:
         row_scales: bool = False,
         excess: int | None = None,
     ) -> None:
-        """With ``row_scales`` rows are quantized.
-
-        ``excess`` is that of weights decoded by the caller.
-        """
+        """With ``row_scales`` rows are quantized; ``excess`` is that of the caller's weights."""
         self._builder, self._form, self._row_scales = builder, form, row_scales
         self._lanes, self._vectors = arithmetic.lanes, arithmetic.vectors
         self._columns = self._vectors * self._lanes
@@ -70,18 +67,18 @@ class PackedBlockReader:
         )
         #: Difference between decoded weights and ``code - offset``.
         self.excess = self._decoder.excess if excess is None else excess
-        # Both would need sums of rows, one of them scaled by the excess.
+        # Both would need sums of rows, one of them multiplied by the excess.
         assert not (self.excess and form.has_minimum)
         #: Whether sums of the rows' groups are needed.
         self.needs_sums = row_scales or form.has_minimum or form.has_shifts or bool(self.excess)
-        #: Bytes of the numbers of a row's group.
+        #: Bytes of the numbers per group of a row.
         self.row_number_bytes = NUMBER_BYTES if row_scales else _F32
-        #: Factor of sums.
+        #: Factor by which sums are multiplied.
         self.sum_factor = -self.excess if self.subtracts_excess else 1
 
     @property
     def subtracts_excess(self) -> bool:
-        """Whether sums only remove the excess; shifts include it."""
+        """Whether sums only correct the excess, which shifts already include."""
         return bool(self.excess) and not self._form.has_shifts
 
     def emit_groups(
@@ -96,7 +93,7 @@ class PackedBlockReader:
         """Call ``body`` for each group of blocks ``begin … end - 1`` of a ``part``.
 
         It gets the group's index, its codes, and a reader of its numbers: float32 scales of all
-        columns, then minima or shifts if any.
+        columns, then minima or shifts, if any.
         """
         builder, form = self._builder, self._form
         block_bytes = self._columns * form.block_number_bytes
@@ -132,7 +129,7 @@ class PackedBlockReader:
         return emit_loop(builder, begin, end, 1, emit_block, carried)[1]
 
     def end_pointer(self, part: ir.Value, blocks: ir.Value, last: ir.Value) -> ir.Value:
-        """End of the groups of the first ``last`` blocks of a part."""
+        """Return a pointer to the end of the groups of a part's first ``last`` blocks."""
         above = self._builder.mul(blocks, I64(self._columns * self._form.block_number_bytes))
         own = I64(self._columns * self._form.groups_per_block * self._form.group_bytes)
         return emit_offset(

@@ -1,4 +1,4 @@
-"""Compiles LLVM IR to functions of this process, with llvmlite."""
+"""Compiles LLVM IR to functions in this process, with llvmlite."""
 
 import ctypes
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ _BEYOND_AVX2 = ("avx512", "avx10", "avxvnni", "amx", "evex512")
 
 @cache
 def host_features() -> Mapping[str, bool]:
-    """Features of this CPU by LLVM's names (``avx512bf16``, ``fma``, …)."""
+    """Return this CPU's features by LLVM's names (``avx512bf16``, ``fma``, …)."""
     found: Mapping[str, bool] = llvm.get_host_cpu_features()
     if avx2_only():
         return {name: on and not name.startswith(_BEYOND_AVX2) for name, on in found.items()}
@@ -45,7 +45,7 @@ class CompiledLibrary:
         self._engine.finalize_object()
 
     def get_function(self, name: str, pointers: int, integers: int) -> "ctypes._FuncPointer":
-        """Return a function of pointers, then 64-bit integers, that returns nothing.
+        """Return a function that takes pointers, then 64-bit integers, and returns nothing.
 
         It releases the GIL.
         """

@@ -69,7 +69,7 @@ def create_block_matmul(
 def create_integer_matmul(
     form: BlockFormat, dtype: torch.dtype, threads: int, checked: bool = True
 ) -> "IntegerBlockMatMul | None":
-    """Create the same with rows in 8 bits."""
+    """Create a product with quantized weights and rows in 8 bits."""
 
     def compile_it(
         features: Mapping[str, bool], openmp: "OpenMp | None"
@@ -169,7 +169,7 @@ def _has_bf16_products(features: Mapping[str, bool]) -> bool:
 def _choose_arithmetic(
     dtype: torch.dtype, features: Mapping[str, bool], weight_dtype: torch.dtype = torch.bfloat16
 ) -> "Arithmetic | None":
-    """Choose the fastest arithmetic for rows and weights of given types."""
+    """Choose the fastest arithmetic for given types of rows and weights."""
     from molink.stage.cpu_kernels.arithmetic import DotBf16, WidenedBf16, WidenedF16
 
     if weight_dtype not in (torch.bfloat16, torch.float16):
@@ -196,7 +196,7 @@ def _choose_block_arithmetic(
 
 
 def _choose_integers(lanes: int, features: Mapping[str, bool]) -> "IntegerInstructions | None":
-    """Choose instructions for integers in registers of ``lanes``."""
+    """Choose the integer instructions for registers of ``lanes`` lanes."""
     from molink.stage.cpu_kernels.integer_dots import IntegerInstructions
 
     if lanes == 8:
@@ -207,7 +207,7 @@ def _choose_integers(lanes: int, features: Mapping[str, bool]) -> "IntegerInstru
 
 
 def _choose_same_dtype(dtype: torch.dtype, features: Mapping[str, bool]) -> "Arithmetic | None":
-    """The same for operands of one type."""
+    """Choose the arithmetic for operands of one type."""
     from molink.stage.cpu_kernels.arithmetic import DotBf16, Float32
 
     if dtype is torch.bfloat16 and _has_bf16_products(features):

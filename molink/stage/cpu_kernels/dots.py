@@ -1,4 +1,4 @@
-"""Emits products of rows and columns, as many as registers hold sums."""
+"""Emits products of rows and columns, as many as there are registers for sums."""
 
 from collections.abc import Callable, Sequence
 
@@ -102,7 +102,7 @@ def emit_dots(
 def emit_result_pointers(
     builder: ir.IRBuilder, rows: Sequence[ir.Value], arithmetic: Arithmetic, element: int
 ) -> list[ir.Value]:
-    """Pointers to the rows' vectors, in the order of :func:`emit_dots`' totals."""
+    """Emit pointers to the rows' vectors, in the order of :func:`emit_dots`' totals."""
     nbytes = arithmetic.lanes * element
     return [
         emit_offset(builder, row, I64(vector * nbytes))

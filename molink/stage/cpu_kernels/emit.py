@@ -82,18 +82,18 @@ def emit_offset(builder: ir.IRBuilder, pointer: ir.Value, nbytes: ir.Value) -> i
 def emit_element_pointer(
     builder: ir.IRBuilder, pointer: ir.Value, index: ir.Value, nbytes: int | ir.Value
 ) -> ir.Value:
-    """Pointer to element ``index`` of ``nbytes`` bytes."""
+    """Emit a pointer to element ``index`` of ``nbytes`` bytes."""
     size = I64(nbytes) if isinstance(nbytes, int) else nbytes
     return emit_offset(builder, pointer, builder.mul(index, size))
 
 
 def emit_minimum(builder: ir.IRBuilder, one: ir.Value, other: ir.Value) -> ir.Value:
-    """Minimum of two integers."""
+    """Emit the minimum of two integers."""
     return builder.select(builder.icmp_signed("<", one, other), one, other)
 
 
 def emit_maximum(builder: ir.IRBuilder, one: ir.Value, other: ir.Value) -> ir.Value:
-    """Maximum of two integers."""
+    """Emit the maximum of two integers."""
     return builder.select(builder.icmp_signed(">", one, other), one, other)
 
 
@@ -122,7 +122,7 @@ _EXP2_SERIES = [math.log(2) ** term / math.factorial(term) for term in range(7)]
 
 
 def emit_constant(value: float) -> ir.Constant:
-    """A number in all lanes."""
+    """Return a constant with a number in all lanes."""
     return ir.Constant(FLOATS, [value] * LANES)
 
 

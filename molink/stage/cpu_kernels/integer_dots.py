@@ -27,7 +27,7 @@ from molink.stage.cpu_kernels.row_quantizer import MAX_CODE
 
 _I16 = ir.IntType(16)
 _MAX_SUM = 2**15 - 1
-#: Bytes of a register between which no lookup moves numbers.
+#: Bytes of a register's lane; lookups don't cross lanes.
 _LOOKUP_BYTES = 16
 
 
@@ -45,7 +45,7 @@ class IntegerInstructions:
     def add_quads(
         self, builder: ir.IRBuilder, total: ir.Value, codes: ir.Value, row: ir.Value
     ) -> ir.Value:
-        """VNNI: add four products of unsigned ``codes`` and signed bytes to each lane."""
+        """Add four products of unsigned ``codes`` and signed bytes to each lane (VNNI)."""
         name = f"avx512.vpdpbusd.{32 * self.lanes}"
         return self._call(builder, name, total.type, total, codes, row)
 
@@ -62,7 +62,7 @@ class IntegerInstructions:
         return builder.add(total, self._call(builder, name, whole, *given))
 
     def multiply_bytes(self, builder: ir.IRBuilder, codes: ir.Value, row: ir.Value) -> ir.Value:
-        """Sums of two products of unsigned ``codes`` and signed bytes, 16-bit."""
+        """Return 16-bit sums of two products of unsigned ``codes`` and signed bytes."""
         kind, halves = ir.VectorType(BYTE, 4 * self.lanes), ir.VectorType(_I16, 2 * self.lanes)
         given = (builder.bitcast(each, kind) for each in (codes, row))
         name = "avx2.pmadd.ub.sw" if self.lanes == 8 else "avx512.pmaddubs.w.512"
@@ -82,9 +82,9 @@ def has_wide_codes(form: BlockFormat) -> bool:
 
 
 def codebook_step(form: BlockFormat) -> float:
-    """Value of 1 in the integers that stand for a codebook.
+    """Return the value of one step of the integers that represent a codebook.
 
-    Values that aren't multiples of 0.5 are rounded to 16 bits.
+    Codebooks whose values aren't multiples of 0.5 are rounded to 16 bits.
     """
     for step in (1.0, 0.5):
         if all((value / step).is_integer() for value in form.codebook):
@@ -93,7 +93,7 @@ def codebook_step(form: BlockFormat) -> float:
 
 
 def quad_order(form: BlockFormat) -> tuple[int, ...]:
-    """Order of a group's depths in which rows are stored: that of its codes in quads."""
+    """Return the order in which a group of a row is stored: the order of codes in quads."""
     if has_wide_codes(form):
         return tuple(range(form.group))
     run = _run_codes(form)
@@ -106,7 +106,7 @@ def _run_codes(form: BlockFormat) -> int:
 
 
 def _quad_pairs(form: BlockFormat) -> list[tuple[int, int]]:
-    """Pairs of codes that share a quad: those that one mask extracts, if any."""
+    """Return the pairs of codes that share a quad: those that one mask extracts, if any."""
     pairs = _run_codes(form) // 2
     if form.bits > 5:
         return [(first, first + 1) for first in range(0, pairs, 2)]
@@ -123,7 +123,8 @@ def emit_run(
 ) -> Values:
     """Add products of a run of codes with ``rows`` to 32-bit ``totals``, by row, then by vector.
 
-    ``words`` load the words of each vector; ``rows`` point to their bytes, in :func:`quad_order`.
+    ``words`` loads the words of each vector; ``rows`` points to the rows' bytes, in
+    :func:`quad_order`.
     """
     whole = ir.VectorType(I32, instructions.lanes)
 
@@ -192,7 +193,7 @@ def _create_pairs(
 
     @cache
     def look_up(number: int, upper: bool) -> Values:
-        """Bytes of the values of half the codes of a word."""
+        """Look up the values, as bytes, of half of a word's codes."""
         codes, four = words(number), ir.Constant(whole, [4] * whole.count)
         codes = builder.lshr(codes, four) if upper else codes
         codes = builder.and_(codes, ir.Constant(whole, [0x0F0F0F0F] * whole.count))
@@ -201,7 +202,7 @@ def _create_pairs(
         return [builder.bitcast(each, halves) for each in found]
 
     def emit_pair(index: int) -> ir.Value:
-        # A byte has two codes of a half of the word, which are neighbours of those in the other.
+        # A byte has two codes of one half of the word; their neighbours are in the other half.
         bytes_ = look_up(index // 4, bool(index % 2))
         second = index % 4 > 1
         if len(bytes_) == 1:
@@ -221,7 +222,7 @@ def _emit_quad(
     builder: ir.IRBuilder, form: BlockFormat, word: LoadWord, quad: tuple[int, int]
 ) -> ir.Value:
     """Extract two pairs of codes as bytes: the even codes of both, then the odd ones."""
-    masks: dict[tuple[int, int], int] = {}  # by word and shift to the right
+    masks: dict[tuple[int, int], int] = {}  # keyed by word and right shift
     for byte, pair in enumerate(quad):
         for part in locate_pair(form.bits, pair):
             target = part.target_bit + 8 * byte

@@ -1,15 +1,15 @@
-"""Supported shapes, and the scratch memory of attention; without LLVM."""
+"""Supported shapes, and the scratch memory of attention. Does not import LLVM."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from molink.checkpoint.traits import Activation
 
-#: Neighbouring positions guaranteed to be in one page.
+#: Consecutive positions guaranteed to lie in one page.
 HALF_PAGE = 16
-#: Limits of a span, in bytes of values, so that they stay in cache, and in positions.
+#: Limits of a span in bytes of values, so that they stay in cache, and in positions.
 _SPAN_BYTES, _SPAN = 1 << 16, 256
-#: Head dimensions must be a multiple: columns of values multiplied at once.
+#: Head dimensions must be multiples of this: columns of values multiplied at once.
 _COLUMN_MULTIPLE = 32
 #: Sums per register.
 LANES = 16
@@ -17,7 +17,7 @@ LANES = 16
 BF16, F32 = 2, 4
 #: Target number of queries per pass, to amortize transposing keys and values.
 _PASS_QUERIES = 96
-#: Minimum units per thread, for balance.
+#: Minimum units per thread, for load balance.
 _MIN_PARTS_PER_THREAD = 4
 
 
@@ -37,10 +37,10 @@ def supports_gate(activation: Activation) -> bool:
 class AttentionKernelShape:
     """Properties that code is compiled for. ``groups`` is query heads per KV head.
 
-    Scores are ``scale * q·k``, a ``softcap`` above 0 bounds them to ``softcap * tanh(score /
+    Scores are ``scale * q·k``; a ``softcap`` above 0 bounds them to ``softcap * tanh(score /
     softcap)``. With ``sinks`` each query head has a score that takes part in the softmax only. With
-    ``quantized`` keys and values are int8, and each head's bf16 scales follow its codes of a page.
-    Windows slide, or are ``chunked``: a row sees its own chunk only.
+    ``quantized`` keys and values are int8, and in a page each head's codes are followed by its bf16
+    scales. Windows slide, or are ``chunked``: a row sees only its own chunk.
     """
 
     kv_heads: int
@@ -64,7 +64,7 @@ class AttentionKernelShape:
         return max(1, _PASS_QUERIES // self.groups)
 
     def choose_pass_rows(self, rows: int, threads: int) -> int:
-        """Rows per pass for a forward of ``rows`` rows, so that all threads have work."""
+        """Choose rows per pass for a forward of ``rows`` rows, so that all threads have work."""
         shared = -(-rows * self.kv_heads // (_MIN_PARTS_PER_THREAD * threads))
         return min(self.max_pass_rows, max(1, self.max_pass_rows // 4, shared))
 
@@ -87,7 +87,7 @@ class ScratchLayout:
 
     @classmethod
     def from_shape(cls, shape: AttentionKernelShape, strip: int, element: int) -> "ScratchLayout":
-        """Layout for a shape, with keys in strips of ``strip`` positions."""
+        """Create the layout for a shape, with keys in strips of ``strip`` positions."""
         head = shape.head_dim * element
         span = max(2 * strip, min(_SPAN, _SPAN_BYTES // head // strip * strip))
         count = shape.max_pass_rows * shape.groups

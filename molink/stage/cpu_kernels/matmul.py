@@ -1,8 +1,8 @@
 """Matrix product with 16-bit weights: memory-bound with few rows, compute-bound with many.
 
 The weight ``[columns, depth]`` is stored in *blocks* of columns in read order: one sequential
-stream, which prefetchers follow best. A block has pairs of neighbours in depth, and for each pair
-all columns; float16 has single elements::
+stream, which prefetchers follow best. A block has, for each pair of neighbours in depth, that pair
+of all columns; float16 weights are not paired::
 
     bf16:     [columns / C, depth / 2, C, 2]        C = Arithmetic.vectors * Arithmetic.lanes
     float16:  [columns / C, depth, C]
@@ -57,7 +57,7 @@ class MatMul:
         self.weight_dtype = arithmetic.weight_dtype
 
     def supports_weight(self, weight: Tensor) -> bool:
-        """Whether it can multiply by a weight ``[columns, depth]``."""
+        """Whether the product supports a weight ``[columns, depth]``."""
         columns, depth = weight.shape
         return columns % self._columns == 0 and depth % 2 == 0
 
@@ -112,7 +112,7 @@ def _emit_product(module: ir.Module, arithmetic: Arithmetic) -> ir.Function:
     result_bytes = builder.mul(blocks, builder.mul(columns, element))
 
     def emit_rows(first: ir.Value, index: ir.Value, size: int, nbytes: ir.Value) -> list[ir.Value]:
-        """Pointers to ``size`` rows from ``index`` on."""
+        """Emit pointers to ``size`` rows from ``index`` on."""
         numbers = (builder.add(index, I64(number)) for number in range(size))
         return [emit_element_pointer(builder, first, each, nbytes) for each in numbers]
 
@@ -143,13 +143,13 @@ def _emit_product(module: ir.Module, arithmetic: Arithmetic) -> ir.Function:
 
 #: Rows this many bytes apart share L1 cache sets.
 _CACHE_SET_STRIDE = 4096
-#: Rows that the L1 cache holds besides weights.
+#: Rows that fit the L1 cache besides weights.
 _MAX_CACHED_ROWS = 8
 _CACHE_LINE_BYTES = 64
 
 
 def pad_row_stride(rows: Tensor) -> Tensor:
-    """Pad the stride of contiguous ``rows`` that would evict each other from the cache.
+    """Pad the stride of contiguous ``rows`` that would otherwise evict each other from the cache.
 
     With 4096 bf16 per row, 12 rows at once take a tenth longer without padding.
     """

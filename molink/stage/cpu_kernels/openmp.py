@@ -1,8 +1,8 @@
 """Runs kernels on torch's own OpenMP threads.
 
-They are awake between operators: no second thread pool competes for cores, and none must wake up.
-GCC's library (torch on Linux) and LLVM's (Intel's ``libiomp5md`` on Windows) have different entry
-points.
+Torch's threads stay awake between operators, so no thread must be woken, and no second pool
+competes for cores. GCC's library (torch on Linux) and LLVM's (Intel's ``libiomp5md`` on Windows)
+have different entry points.
 """
 
 import ctypes
@@ -49,7 +49,7 @@ class OpenMp:
 
     @classmethod
     def find_loaded(cls) -> "OpenMp | None":
-        """Find the library loaded by torch, if supported."""
+        """Find the library that torch loaded, if supported."""
         try:
             paths = [mapped.path for mapped in psutil.Process().memory_maps(grouped=True)]
         except (psutil.Error, AttributeError):

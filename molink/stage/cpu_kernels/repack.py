@@ -22,10 +22,10 @@ from molink.gguf.ggml_types import PACKED_TYPES
 from molink.stage.torch_dtypes import TORCH_DTYPES
 
 _LOW_BITS, _LOW, _SIX = 4, 15, 63
-#: Of float32, below the exponent.
+#: Mantissa bits of float32.
 MANTISSA_BITS = 23
 _F16_BYTES = 2
-#: Codes or bytes repacked at once.
+#: Number of codes or bytes repacked at once.
 _MAX_CODES = 2**20
 
 
@@ -33,8 +33,8 @@ _MAX_CODES = 2**20
 class BlockCodes:
     """Codes (uint8 ``[R, B, block]``) and numbers of rows ``[R, in]`` in ``B`` blocks each.
 
-    ``halves`` are of the format's number type, ``[R, B]``: scales, then shifts or minima if any.
-    ``whole`` are bytes ``[R, B, groups]`` that multiply them, with nested scales.
+    ``halves`` has scales, then shifts or minima, if any, in the format's number type, ``[R, B]``
+    each. With nested scales, ``whole`` has the bytes ``[R, B, groups]`` that multiply them.
     """
 
     codes: Tensor
@@ -49,7 +49,7 @@ def read_blocks(name: str, rows: Tensor) -> Iterator[BlockCodes]:
 
 
 def rows_per_repack(width: int) -> int:
-    """Rows to repack at once: a multiple of all column counts."""
+    """Return the number of rows to repack at once: a multiple of all column counts."""
     return max(1, _MAX_CODES // width // ROW_MULTIPLE) * ROW_MULTIPLE
 
 
@@ -91,7 +91,7 @@ def _interleave_columns(numbers: Tensor, columns: int) -> Tensor:
 
 
 def packed_scales(form: BlockFormat, packed: Tensor, columns: int) -> Tensor:
-    """View the scales and other numbers ``[R / columns, B, n, columns]`` of packed blocks."""
+    """Return a view of packed blocks' scales and other numbers ``[R / columns, B, n, columns]``."""
     end = DTYPE_SIZES[form.number_dtype] * form.numbers_per_group * columns
     if form.has_nested_scales:
         above, _ = _split_packed(form, packed, columns)
@@ -101,7 +101,7 @@ def packed_scales(form: BlockFormat, packed: Tensor, columns: int) -> Tensor:
 
 
 def _packed_steps(form: BlockFormat, packed: Tensor, columns: int) -> Tensor:
-    """View the bytes ``[R / columns, B, groups, n, columns]`` that multiply blocks' numbers."""
+    """Return a view of the bytes ``[R / columns, B, groups, n, columns]`` that multiply numbers."""
     _, groups = _split_packed(form, packed, columns)
     return unflatten(groups[..., : columns * form.number_bytes], 3, (-1, columns))
 
@@ -114,7 +114,10 @@ def has_finite_numbers(form: BlockFormat, packed: Tensor, columns: int) -> bool:
 
 
 def bound_steps(form: BlockFormat, packed: Tensor, columns: int) -> None:
-    """Give random ``packed`` blocks ``[R / columns, bytes]`` powers of two that no sum exceeds."""
+    """Bound the power-of-two scales of random ``packed`` blocks ``[R / columns, bytes]``.
+
+    Sums then stay finite.
+    """
     if form.step_kind == "e8m0":
         _packed_steps(form, packed, columns).remainder_(16).add_(112)
 
@@ -151,9 +154,9 @@ def unpack_rows(form: BlockFormat, packed: Tensor, columns: int, rows: Tensor) -
 
 
 def _decode_steps(form: BlockFormat, steps: Tensor) -> Tensor:
-    """Values of bytes that multiply a block's numbers."""
+    """Decode the bytes that multiply a block's numbers."""
     if form.step_kind == "e8m0":
-        # The exponent of a float32, whose smallest one stands for 0.
+        # The byte becomes a float32's exponent, whose smallest value means 0.
         return (steps.int() << MANTISSA_BITS).view(torch.float32)
     return steps if form.has_minimum else steps.view(torch.int8)
 
@@ -180,7 +183,7 @@ def _pack_words(form: BlockFormat, codes: Tensor) -> Tensor:
 
 
 def _pack_four_bit_words(form: BlockFormat, codes: Tensor) -> Tensor:
-    """The same for 4-bit codes, eight at once."""
+    """Pack 4-bit codes, eight at once."""
     eight = codes.contiguous().view(torch.int64)
     # Bytes 0, 1, 4 and 5 have codes 0 and 2, 1 and 3, 4 and 6, 5 and 7.
     both = (eight | eight >> 3 * _LOW_BITS).view(torch.uint8)
@@ -210,7 +213,7 @@ def _read_halves(blocks: Tensor) -> tuple[Tensor, ...]:
 
 
 def _parse_simple(form: BlockFormat, blocks: Tensor) -> BlockCodes:
-    """Scale, minimum, fifth bits, and 32 codes; lower halves of bytes come first."""
+    """Parse scale, minimum, fifth bits, and 32 codes; lower halves of bytes come first."""
     begin = _F16_BYTES * (1 + form.has_minimum)
     halves = _read_halves(blocks[..., :begin])
     if form.bits == 8:
@@ -225,7 +228,7 @@ def _parse_simple(form: BlockFormat, blocks: Tensor) -> BlockCodes:
 
 
 def _parse_k_quants(form: BlockFormat, blocks: Tensor) -> BlockCodes:
-    """``q4_k`` and ``q5_k``: the subtracted minimum becomes an added one."""
+    """Parse ``q4_k`` and ``q5_k``; the subtracted minimum becomes an added one."""
     scale, less = _read_halves(blocks[..., : 2 * _F16_BYTES])
     six, last = blocks[..., 4:12], blocks[..., 12:16]
     upper = (six >> 6) << _LOW_BITS
@@ -241,7 +244,7 @@ def _parse_k_quants(form: BlockFormat, blocks: Tensor) -> BlockCodes:
 
 
 def _parse_q6_k(blocks: Tensor) -> BlockCodes:
-    """``q6_k``: two halves of 128 codes; a byte has bits of weights 64 and 32 apart."""
+    """Parse ``q6_k``: two halves of 128 codes; a byte has bits of weights 64 and 32 apart."""
     low = unflatten(blocks[..., :128], 2, (2, 64))
     high = unflatten(blocks[..., 128:192], 2, (2, 1, 32))
     codes = torch.cat((low & _LOW, low >> _LOW_BITS), 3).flatten(2)
@@ -251,14 +254,14 @@ def _parse_q6_k(blocks: Tensor) -> BlockCodes:
 
 
 def _parse_mxfp4(blocks: Tensor) -> BlockCodes:
-    """``mxfp4``: a biased exponent and 32 codes; a row is a block."""
+    """Parse ``mxfp4``: a biased exponent and 32 codes; a row is a block."""
     bytes_ = blocks[..., 1:]
     codes = torch.cat((bytes_ & _LOW, bytes_ >> _LOW_BITS), 2).flatten(1).unsqueeze(1)
     return BlockCodes(codes, (torch.ones(len(codes), 1),), (blocks[..., 0].unsqueeze(1),))
 
 
 def _parse_iq4_xs(form: BlockFormat, blocks: Tensor) -> BlockCodes:
-    """``iq4_xs``: scale, two upper and four lower bits of 8 integers, and 256 codes."""
+    """Parse ``iq4_xs``: scale, two upper and four lower bits of 8 integers, and 256 codes."""
     (scale,) = _read_halves(blocks[..., :_F16_BYTES])
     places = torch.arange(0, 8, 2, dtype=torch.uint8)
     upper = (blocks[..., 2:4].unsqueeze(3) >> places).flatten(2) & 3

@@ -1,8 +1,8 @@
-"""Quantizes rows to 8 bits with a scale per group, as the integer product needs them.
+"""Quantizes rows to 8 bits with a scale per group, for the integer product.
 
 A group of a row is ``scale · q`` with ``scale = peak / 127``. If it has NaN or infinity, its scale
-is NaN. Beside each scale lies the sum of the group's ``q``, which formats multiply by other
-numbers::
+is NaN. Each scale is stored with the sum of the group's ``q``, by which minima and shifts are
+multiplied::
 
     numbers   [rows, groups, 2]    float32
 """
@@ -47,9 +47,9 @@ class RowQuantizer:
         code_bytes: int,
         factor: int | None,
     ) -> None:
-        """``order`` is that of a group's codes in memory, ``element`` bytes of the rows' numbers.
+        """``order`` is a group's order of codes in memory, ``element`` the bytes of an element.
 
-        Sums are multiplied by ``factor``, or by the scale if that is ``None``.
+        Sums are multiplied by ``factor``, or by the scale if ``factor`` is ``None``.
         """
         self._order, self._element, self._factor = order, element, factor
         self._code = ir.IntType(8 * code_bytes)
@@ -97,7 +97,7 @@ class RowQuantizer:
         return builder.bitcast(builder.shl(upper, ir.Constant(whole, [16] * _LANES)), floats)
 
     def _find_peak_bits(self, given: ir.Value) -> ir.Value:
-        """Bits of the largest magnitude, which order as the numbers do; NaN is largest."""
+        """Find the largest magnitude's bits, which sort like magnitudes; NaN is largest."""
         builder, whole = self._builder, ir.VectorType(I32, _LANES)
         greatest: ir.Value | None = None
         kind = ir.FunctionType(whole, [whole, whole])
@@ -112,7 +112,7 @@ class RowQuantizer:
         return builder.call(reduce, [greatest])
 
     def _emit_scale(self, bits: ir.Value) -> tuple[ir.Value, ir.Value]:
-        """Scale of a group with a peak, and the factor to its codes in all lanes."""
+        """Compute a group's scale from its peak, and the factor to its codes in all lanes."""
         builder = self._builder
         finite = builder.icmp_signed("<", bits, I32(_INFINITY_BITS))
         peak, most = builder.bitcast(bits, FLOAT), FLOAT(float(MAX_CODE))
@@ -122,11 +122,11 @@ class RowQuantizer:
         return scale, emit_broadcast(builder, inverse, _LANES)
 
     def _round_codes(self, address: ir.Value, inverse: ir.Value) -> ir.Value:
-        """Round eight numbers to 32-bit codes, halves to even ones."""
+        """Round eight numbers to 32-bit codes, halves to even."""
         builder = self._builder
         scaled = builder.fmul(self._load_values(address), inverse)
         kind = ir.FunctionType(ir.VectorType(I32, _LANES), [scaled.type])
-        # Defined for NaN, unlike LLVM's conversion.
+        # This is defined for NaN, unlike LLVM's conversion.
         convert = declare_function(builder.module, "llvm.x86.avx.cvt.ps2dq.256", kind)
         return builder.call(convert, [scaled])
 

@@ -1,7 +1,7 @@
 """Row-wise operators between two products, fused into one call each.
 
-Torch needs five operators for a norm and five for a rotation, which for few rows take longer than
-the arithmetic. Rows are bf16 or float32; computation is in float32, rounded once.
+Torch needs five operators each for a norm and a rotation, whose overhead exceeds the arithmetic of
+few rows. Rows are bf16 or float32; computation is in float32, rounded once.
 """
 
 import math
@@ -32,7 +32,7 @@ from molink.stage.cpu_kernels.emit import (
 from molink.stage.cpu_kernels.kernel_shape import F32, LANES
 from molink.stage.cpu_kernels.openmp import OpenMp, emit_parallel_for
 
-#: Elements below which a second thread doesn't pay.
+#: Elements below which a second thread doesn't pay off.
 _MIN_PARALLEL_NUMBERS = 1 << 16
 #: gelu by tanh is ``x · sigmoid(2 √(2/π) (x + 0.044715 x³))`` (Hendrycks and Gimpel 2016).
 _GELU, _CUBE = 2 * math.sqrt(2 / math.pi), 0.044715
@@ -162,7 +162,7 @@ def _emit_gate(module: ir.Module, element: int, activation: Activation) -> ir.Fu
     log2_e = math.log2(math.e)
 
     def emit_exponent(value: ir.Value) -> ir.Value:
-        """Exponent of the sigmoid, as a negative power of two."""
+        """Emit the exponent of the sigmoid, as a negative power of two."""
         if activation == "silu":
             return builder.fmul(value, emit_constant(-log2_e))
         square = builder.fmul(value, value)

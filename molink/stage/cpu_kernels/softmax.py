@@ -32,7 +32,7 @@ from molink.stage.cpu_kernels.kernel_shape import BF16, F32, LANES, AttentionKer
 #: Below all scores, and still finite after scaling.
 MIN_SCORE = -1.0e30
 _LOG2_E = math.log2(math.e)
-#: Series terms by the bytes of a weight, whose rounding hides the rest.
+#: Series terms by the bytes of a weight, whose rounding hides further terms.
 _SERIES_TERMS = {BF16: 4, F32: 6}
 
 
@@ -130,7 +130,7 @@ class SoftmaxEmitter:
     def _bound_scores(
         self, query: QueryState, vectors: ir.Value, old: ir.Value, seen: VisibleRange | None
     ) -> ir.Value:
-        """Maximum of scores; capped or masked scores are stored back."""
+        """Compute the maximum of scores; store capped or masked scores back."""
         builder, softcap = self._builder, self._shape.softcap
         ends = [emit_broadcast(builder, each, LANES) for each in seen or ()]
 
@@ -156,7 +156,7 @@ class SoftmaxEmitter:
         return emit_loop(builder, I64(0), vectors, 1, emit_greatest, (old,))[1][0]
 
     def _cap_score(self, score: ir.Value) -> ir.Value:
-        """``softcap * tanh(scale * score / softcap)``; tanh(x) is 1 - 2 / (exp(2x) + 1)."""
+        """Compute ``softcap * tanh(scale * score / softcap)``; tanh(x) is 1 - 2 / (exp(2x) + 1)."""
         builder, shape = self._builder, self._shape
         twice = 2 * _LOG2_E * shape.scale / shape.softcap
         power = emit_power_of_two(builder, builder.fmul(score, emit_constant(twice)))

@@ -16,13 +16,13 @@ from molink.stage.diagnostics.trial_shapes import TrialShapes
 from molink.stage.kv_pool import KVPool
 from molink.stage.out_of_memory import empty_device_cache, is_out_of_memory
 
-#: Requests that decode, and their positions.
+#: Maximum number of decoding requests, and positions of each.
 _MAX_REQUESTS, _POSITIONS = 32, 1024
-#: Maximum bytes of KV, which ``gather`` copies: more than a card's cache holds.
+#: Maximum bytes of KV, which ``gather`` copies; more than a GPU's cache holds.
 _MAX_BYTES = 256 << 20
 #: Rows of a prefill chunk.
 _CHUNK_ROWS = 256
-#: Calls of a run, so that the device is never idle, and runs, of which the fastest counts.
+#: Calls per run, enough that the device is never idle, and runs, of which the fastest counts.
 _CALLS, _RUNS = 8, 3
 
 
@@ -34,9 +34,9 @@ def is_slower(
     dtype: torch.dtype,
     device: torch.device,
 ) -> bool:
-    """Whether a backend is slower than another on decode rows and a chunk, as geometric mean.
+    """Return whether a backend is slower, as geometric mean of decode rows and a chunk.
 
-    False if one of them doesn't work here, or memory is short.
+    False if one of them doesn't work on this device, or memory is short.
     """
     shape = replace(shapes.attention, windows=(0,))
     try:
@@ -61,7 +61,7 @@ def _compare_backends(
     dtype: torch.dtype,
     device: torch.device,
 ) -> float:
-    """Product of how many times longer the first of two takes on decode rows and on a chunk."""
+    """Return the product of the first backend's relative times on decode rows and on a chunk."""
     blocks = -(-_POSITIONS // page)
     nbytes = blocks * page * 2 * shape.kv_heads * shape.head_dim * dtype.itemsize
     requests = max(1, min(_MAX_REQUESTS, _MAX_BYTES // nbytes))
@@ -85,7 +85,7 @@ def _compare_backends(
 
 
 def _time_calls(attend: Callable[[], object], device: torch.device) -> float:
-    """Seconds of a few calls, after one that may compile."""
+    """Measure the seconds of a few calls, after one that may compile."""
     attend()
     taken = []
     for _ in range(_RUNS):

@@ -6,9 +6,9 @@ Prints one JSON object: ``kind`` (``cpu`` or ``cuda``), ``index``, ``name``, ``t
 memory in bytes (available without swapping on a CPU), ``read_rate`` (bytes/s at which decode steps
 stream weights), ``bf16`` (native support), ``blocks`` (products with GGUF blocks), ``reads_pages``
 (attention needs no copies of KV), ``narrow`` (types of weights that stay 16-bit with f32 rows),
-``block_size`` (multiple that the attention backend wants), ``instructions`` and ``threads`` (of a
-CPU), ``torch`` (version), ``gpus`` (number of CUDA devices). With ``--host`` also ``host``: the
-same of the CPU beside a GPU.
+``block_size`` (multiple that the attention backend requires), ``instructions`` and ``threads`` (of
+a CPU), ``torch`` (version), ``gpus`` (number of CUDA devices). With ``--host`` also ``host``: the
+same for the CPU of a GPU's PC.
 """
 
 import argparse
@@ -31,12 +31,12 @@ from molink.stage.linear import ProjectionFactory, slow_kernels
 from molink.stage.torch_dtypes import TORCH_DTYPES, supports_bf16
 
 _WEIGHT_ROWS = 4096
-#: Minimum repeats, their maximum, and seconds of measuring.
+#: Minimum and maximum number of runs, and seconds of measuring.
 _REPEATS, _MOST, _MEASURING_S = 5, 100, 0.5
 
 
 def pick_device(wanted: str) -> torch.device:
-    """``auto`` is the CUDA device with most free memory, else the CPU."""
+    """Choose a device; ``auto`` means the CUDA device with most free memory, or the CPU."""
     if wanted != "auto":
         return torch.device(wanted)
     if not torch.cuda.is_available():
@@ -46,7 +46,7 @@ def pick_device(wanted: str) -> torch.device:
 
 
 def measure_read_rate(device: torch.device, nbytes: int) -> float:
-    """Bytes/s at which a projection of ``nbytes`` processes one row.
+    """Measure the bytes/s at which a projection of ``nbytes`` processes one row.
 
     The fastest of several runs counts, since other programs only add time.
     """
@@ -72,9 +72,9 @@ def measure_read_rate(device: torch.device, nbytes: int) -> float:
 def probe_device(
     wanted: str, nbytes: int, kernel_checks: Path | None = None, *, with_host: bool = False
 ) -> dict[str, object]:
-    """Collect what the daemon reports of a device, and of a GPU's host if asked.
+    """Collect the daemon's report about a device and, if asked, about a GPU's host.
 
-    Without a file of ``kernel_checks`` nothing is known of a GPU's kernels.
+    Without a file of ``kernel_checks`` nothing is known about a GPU's kernels.
     """
     device = pick_device(wanted)
     kind: Literal["cpu", "cuda"] = "cuda" if device.type == "cuda" else "cpu"
@@ -112,7 +112,7 @@ def probe_device(
 
 
 def narrow_weight_dtypes(device: torch.device) -> tuple[NarrowDType, ...]:
-    """Types of weights that stay 16-bit with float32 rows."""
+    """List the types of weights that stay 16-bit with float32 rows."""
     projections = _probe_projections(torch.float32, device)
     return tuple(
         kept for kept in get_args(NarrowDType) if projections.keeps_dtype(TORCH_DTYPES[kept])
@@ -120,7 +120,7 @@ def narrow_weight_dtypes(device: torch.device) -> tuple[NarrowDType, ...]:
 
 
 def _probe_projections(dtype: torch.dtype, device: torch.device) -> ProjectionFactory:
-    """The projections of a stage, whose slow kernels are disabled."""
+    """Find the projections that a stage would use, with slow kernels disabled."""
     return ProjectionFactory.probe_device(dtype, device, slow_kernels(dtype, device))
 
 

@@ -1,4 +1,4 @@
-"""Names of devices, and what else identifies them."""
+"""Names of devices, and further identification such as drivers."""
 
 import os
 import platform
@@ -10,19 +10,19 @@ from molink.stage.torch_dtypes import supports_bf16
 
 
 def describe_device(device: torch.device) -> str:
-    """Product name of a device."""
+    """Return a device's product name."""
     return describe_cpu() if device.type == "cpu" else torch.cuda.get_device_name(device.index or 0)
 
 
 def describe_instructions(device: torch.device) -> str:
-    """Name a CPU's instruction set, which its name need not tell; empty for a GPU."""
+    """Name a CPU's instruction set, which its product name may not tell; empty for a GPU."""
     if device.type != "cpu":
         return ""
     return f" ({torch.backends.cpu.get_cpu_capability()}{' with bf16' * supports_bf16(device)})"
 
 
 def driver_version() -> str:
-    """Version of NVIDIA's driver; empty if unknown."""
+    """Return the version of NVIDIA's driver; empty if unknown."""
     import pynvml
 
     try:
@@ -36,7 +36,7 @@ def driver_version() -> str:
 
 
 def describe_cpu() -> str:
-    """Product name of the CPU, where available."""
+    """Return the CPU's product name, if available."""
     table = Path("/proc/cpuinfo")  # Linux only
     lines = table.read_text(encoding="utf-8").splitlines() if table.exists() else []
     for line in lines:

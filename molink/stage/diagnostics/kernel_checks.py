@@ -40,10 +40,10 @@ from molink.stage.torch_dtypes import choose_dtype
 
 log = logging.getLogger(__name__)
 
-#: Rises with every change of the trials.
+#: Version of the trials; increment it with every change.
 _FORMAT_VERSION = 10
 _MAX_BYTES, _MAX_RESULTS = 1 << 19, 512
-#: Starts without a result after which a trial is taken to crash the process.
+#: Starts without a result after which a trial is assumed to crash the process.
 _MAX_STARTS = 2
 
 #: Shapes of :func:`~molink.stage.diagnostics.kernel_trials.memory_trials`.
@@ -94,7 +94,7 @@ class KernelChecks:
         return found
 
     def has_passed(self, trial: KernelTrial, shapes: str) -> bool:
-        """Whether a kernel works with ``shapes``, is not slow, and has failed with no others."""
+        """Whether a kernel works with ``shapes``, isn't slow, and never failed with others."""
         failed = any(
             key.partition(" ")[0] == trial.kernel
             and (result.state in ("wrong", "slow") or result.num_starts >= _MAX_STARTS)
@@ -105,10 +105,10 @@ class KernelChecks:
         return not self.is_slow(trial)
 
     def is_slow(self, trial: KernelTrial) -> bool:
-        """Whether a correct kernel is slower than its fallback, or crashes; timed unless cached.
+        """Return whether a correct kernel crashes or is slower than its fallback.
 
-        Cached, because a busy CPU takes seconds, and because all stages of a PC must agree: weights
-        of a disabled kernel may take twice the memory.
+        Results are cached because timing takes seconds on a busy CPU, and because all stages of a
+        PC must agree: weights of a disabled kernel may take twice the memory.
         """
         if trial.is_slow is None:
             return False
@@ -155,7 +155,7 @@ class KernelChecks:
 
 
 def describe_environment(device: torch.device) -> str:
-    """Identify everything but inputs that a kernel's results depend on."""
+    """Describe everything but its inputs that a kernel's results depend on."""
     on_cpu = device.type == "cpu"
     threads = torch.get_num_threads() if on_cpu else 0
     driver = "" if on_cpu else f", {describe_triton()}, driver {driver_version()}"
@@ -175,7 +175,7 @@ def check_kernels(
     block_size: int,
     disabled_kernels: Collection[str] = (),
 ) -> tuple[str, ...]:
-    """Test a stage's kernels; return ``disabled_kernels`` and those that fail or are slow.
+    """Test a stage's kernels; return ``disabled_kernels`` and all that fail or are slow.
 
     Raises:
         UsageError: no correct kernel is left for some purpose.
@@ -198,10 +198,11 @@ def check_kernels(
 
 
 def find_proven_kernels(path: Path, device: torch.device) -> tuple[KernelName, ...]:
-    """Kernels of a GPU that memory plans may rely on: they pass, and failed with no model.
+    """Return a GPU's kernels that memory plans may rely on: they pass, and failed with no model.
 
-    Those of attention work in pages of the size that they need: ``flash-attention`` in its own,
-    ``triton-attention`` in any. The rest is unknown until a stage checks its own shapes.
+    Attention kernels are tested with the page size that they need: ``flash-attention`` has its own,
+    ``triton-attention`` supports any. All other kernels are unknown until a stage checks its own
+    shapes.
     """
     checks = KernelChecks(path, describe_environment(device))
     return tuple(
@@ -216,7 +217,7 @@ def _find_failing(
     disabled_kernels: Collection[str],
     device: torch.device,
 ) -> list[str]:
-    """Return failing and slow kernels of a chain up to the first that works; logs them.
+    """Return and log failing and slow kernels of a chain, up to the first that works.
 
     Raises:
         UsageError: all fail.

@@ -76,11 +76,11 @@ if TYPE_CHECKING:
     from molink.stage.cpu_kernels.block_integers import IntegerBlockMatMul
     from molink.stage.cpu_kernels.block_matmul import BlockMatMul
 
-#: Tolerances of attention, whose weights are rounded, too.
+#: Tolerances of attention, which also rounds its softmax weights.
 _ATTENTION_TOLERANCES: dict[WeightDType, float] = {"f32": 1e-5, "f16": 5e-3, "bf16": 3e-2}
 #: Tolerance of integer products, which round a codebook to 16 bits.
 _CODEBOOK_TOLERANCE = 5e-5
-#: Factor for kernels that have no replacement.
+#: Factor of tolerances for kernels that have no replacement.
 _LENIENT_FACTOR = 4.0
 _ROWS = (1, 7, 33)
 #: Outputs of a quantized product.
@@ -94,18 +94,18 @@ _TRIAL_FORMATS = (
     float4_format(MXFP4_BLOCK, 128, "e8m0"),
     NF4_FORMAT,
 )
-#: Formats and columns of weights in planes, for either width of a slice. Few, since each takes
-#: seconds to compile; a stage tries its own.
+#: Formats and columns of weights in bit planes, one for each width of a slice. There are few, since
+#: each takes seconds to compile; a stage tries its own formats.
 _TRIAL_PLANES = ((BLOCK_FORMATS["q4_k"], 512), (BLOCK_FORMATS["q6_k"], 512))
-#: Heads of usual models of 7 to 9 billion parameters.
+#: Heads of typical models with 7 to 9 billion parameters.
 _USUAL_HEADS = AttentionShape(kv_heads=8, groups=4, head_dim=128, scale=128**-0.5, windows=(0,))
-#: Why a trial is repeated another time.
+#: Detail of a trial that must be repeated later.
 NO_MEMORY = "not enough memory to test it"
 #: Compared outputs of a product, spread evenly.
 _MAX_COMPARED_OUTPUTS = 64
 _GRAPH_BYTES = 1 << 28
 
-#: Creates a projection from a weight (bf16 ``[out, in]``) and a bias of the rows' type.
+#: Creates a projection from a weight (bf16 ``[out, in]``) and a bias in the rows' dtype.
 _CreateLinear = Callable[[Tensor, Tensor], Projection]
 
 
@@ -117,7 +117,7 @@ class _KernelAbsent(Exception):
 class KernelTrial:
     """One kernel in one type; ``run`` returns its error, possibly NaN.
 
-    ``is_slow`` times it against its fallback, if that may be faster.
+    ``is_slow``, if set, times it against its fallback.
     """
 
     kernel: KernelName
@@ -135,7 +135,7 @@ class KernelTrial:
                 error = self.run()
         except _KernelAbsent as absent:
             return result | {"state": "absent", "reason": str(absent)}
-        except NotImplementedError as missing:  # operator missing in this build of torch
+        except NotImplementedError as missing:  # this build of torch lacks the operator
             return result | {"state": "absent", "reason": str(missing)[:300]}
         except Exception as error_of_kernel:  # kernels may raise anything
             reason = f"{type(error_of_kernel).__name__}: {error_of_kernel}"[:300]
@@ -148,7 +148,7 @@ class KernelTrial:
             return result | {"reason": reason}
         if math.isnan(error):
             return result | {"reason": "it gives NaN"}
-        # Infinity is wrong, too.
+        # Infinity is also wrong.
         return result | {"error": error, "state": "ok" if error <= self.tolerance else "wrong"}
 
 
@@ -157,7 +157,7 @@ KernelChain = tuple[KernelTrial, ...]
 
 
 def supported_dtypes(device: torch.device) -> tuple[WeightDType, ...]:
-    """Types that a device computes in."""
+    """List the dtypes in which a device computes."""
     wide: tuple[WeightDType, ...] = ("f16",) if device.type == "cuda" else ("f32",)
     return (*wide, "bf16") if supports_bf16(device) else wide
 
@@ -165,7 +165,7 @@ def supported_dtypes(device: torch.device) -> tuple[WeightDType, ...]:
 def kernel_chains(
     shapes: TrialShapes, dtype: WeightDType, quantize: Quantize, device: torch.device
 ) -> tuple[KernelChain, ...]:
-    """Kernels that a stage may use on ``device``, by purpose."""
+    """List the kernels that a stage may use on ``device``, by purpose."""
     rounding, computed = PRODUCT_TOLERANCES[dtype], TORCH_DTYPES[dtype]
 
     def product(create: _CreateLinear) -> Callable[[], float]:
@@ -229,7 +229,7 @@ def kernel_chains(
 
 
 def integer_chains(formats: Sequence[BlockFormat], dtype: WeightDType) -> tuple[KernelChain, ...]:
-    """Products of weights in ``formats`` with rows in 8 bits, on a CPU."""
+    """List the products of weights in ``formats`` with 8-bit rows, on a CPU."""
     computed, threads = TORCH_DTYPES[dtype], torch.get_num_threads()
     create = partial(create_integer_matmul, dtype=computed, threads=threads, checked=False)
     chains: list[KernelChain] = []
@@ -244,7 +244,7 @@ def integer_chains(formats: Sequence[BlockFormat], dtype: WeightDType) -> tuple[
 
 
 def extra_trials(dtype: WeightDType, device: torch.device) -> tuple[KernelTrial, ...]:
-    """Trials that are independent of shapes."""
+    """List the trials that are independent of shapes."""
     computed = TORCH_DTYPES[dtype]
     if device.type != "cuda":
         run = partial(_blocks_error, computed, torch.get_num_threads())
@@ -261,7 +261,7 @@ def extra_trials(dtype: WeightDType, device: torch.device) -> tuple[KernelTrial,
 
 
 def memory_trials(device: torch.device) -> tuple[KernelTrial, ...]:
-    """Trials of the kernels that a GPU's memory plans depend on, in its usual type and shapes."""
+    """List trials of the kernels behind a GPU's memory plans, in its usual dtype and shapes."""
     dtype: WeightDType = "bf16" if supports_bf16(device) else "f16"
     shapes = replace(USUAL_SHAPES, attention=_USUAL_HEADS)
     paged = replace(shapes, block_size=PAGE_MULTIPLE)
@@ -335,10 +335,10 @@ def _create_packed(weight: Tensor, bias: Tensor) -> Projection:
 
 
 def _compiled_error(shapes: TrialShapes, dtype: torch.dtype, threads: int) -> float:
-    """Error with bf16 weights, and float16 if they stay float16."""
+    """Return the error with bf16 weights, and with float16 weights if they stay float16."""
     errors = []
     for weight_dtype in (torch.bfloat16, torch.float16):
-        # A kernel that fails its own check is compiled again, to measure the error.
+        # A kernel that failed its own check is compiled again, to measure the error.
         product = create_matmul(dtype, threads, weight_dtype)
         product = product or create_matmul(dtype, threads, weight_dtype, checked=False)
         if product is not None:
@@ -360,7 +360,7 @@ def _format_error(
     forms: Sequence[BlockFormat],
     whole_rows: bool = False,
 ) -> float:
-    """Error over formats; ``whole_rows`` have numbers that 8 bits hold exactly."""
+    """Return the largest error over formats; ``whole_rows`` fit 8 bits exactly."""
     generator, worst = torch.Generator().manual_seed(0), []
     for form in forms:
         product = create(form)
@@ -388,7 +388,7 @@ def _format_error(
 def _planes_trial(
     planes: Sequence[tuple[BlockFormat, int]], dtype: WeightDType, device: torch.device
 ) -> KernelTrial:
-    """The trial of weights in these formats, with so many columns."""
+    """Create the trial of weights in bit planes, given their formats and columns."""
 
     def find_error() -> float:
         problem = find_planes_problem(device)
@@ -403,13 +403,13 @@ def _planes_trial(
 def _experts_trial(
     shapes: TrialShapes, dtype: WeightDType, quantize: Quantize, device: torch.device
 ) -> KernelTrial:
-    """The trial of experts that are multiplied at once, as in ``shapes``."""
+    """Create the trial of experts that are multiplied at once, as in ``shapes``."""
 
     def find_error() -> float:
         problem = find_planes_problem(device)
         if problem:
             raise _KernelAbsent(problem)
-        assert shapes.experts is not None  # else there is no trial
+        assert shapes.experts is not None  # otherwise there is no trial
         computed = TORCH_DTYPES[dtype]
         forms = {*shapes.expert_planes, *quantized_forms(quantize, shapes.products, on_gpu=True)}
         errors = [experts_error(*one, computed, device) for one in sorted(forms, key=repr)]
@@ -421,7 +421,7 @@ def _experts_trial(
 def quantized_forms(
     mode: Quantize, products: Sequence[tuple[int, int]], *, on_gpu: bool
 ) -> tuple[tuple[BlockFormat, int], ...]:
-    """Format and columns of weights that are quantized on loading and multiplied in place."""
+    """List format and columns of weights that are quantized on loading and multiplied in place."""
     if mode == "none":
         return ()
     fits, found = fits_planes if on_gpu else fits_rows, []
@@ -585,7 +585,7 @@ def _triton_error(shapes: TrialShapes, dtype: torch.dtype, device: torch.device)
 
 
 def _graphs_error(dtype: torch.dtype, device: torch.device) -> float:
-    """Error of a captured product that is replayed with other rows."""
+    """Return the error of a captured product that is replayed with other rows."""
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(256, 128, generator=generator).to(device, dtype)
     rows = torch.zeros(8, 128, dtype=dtype, device=device)
@@ -599,7 +599,7 @@ def _graphs_error(dtype: torch.dtype, device: torch.device) -> float:
     for _ in range(4):
         rows.copy_(torch.randn(8, 128, generator=generator))
         replay()
-        # The same work must give the same result.
+        # The same work must produce the same result.
         worst.append(_max_difference(output, (rows @ weight.t()).relu_().double().cpu()))
     return _max_error(worst)
 

@@ -2,8 +2,8 @@
 
 Run as ``python -m molink.stage.diagnostics.parity``.
 
-Prints JSON objects, one per line: the torch version and devices, then per kernel ``begin``, which
-identifies the one that crashes the process, and ``result``; see
+Prints JSON objects, one per line: the torch version and devices, then, per kernel, ``begin`` (which
+identifies a kernel that crashes the process) and ``result``; see
 :mod:`molink.stage.diagnostics.kernel_trials`.
 """
 
@@ -35,12 +35,12 @@ from molink.stage.gpu_kernels.triton_support import find_triton_problem
 def run_trials(
     device: torch.device, skip: Collection[str] = (), shapes: TrialShapes = USUAL_SHAPES
 ) -> Iterator[KernelTrial]:
-    """All trials on ``device``, except for ``skip``."""
+    """Run all trials on ``device`` but those in ``skip``."""
     for dtype in supported_dtypes(device):
         found: dict[str, KernelTrial] = {}
         for mode in ("int8", "nf4"):
             for chain in kernel_chains(shapes, dtype, mode, device):
-                # Fallbacks of int8 and nf4 are separate trials.
+                # The fallbacks of int8 and nf4 are trials of their own.
                 found |= {f"{one.kernel} {mode * (one.kernel == 'unpacked')}": one for one in chain}
         for trial in (*found.values(), *extra_trials(dtype, device)):
             if trial.kernel not in skip:
@@ -48,9 +48,9 @@ def run_trials(
 
 
 def describe_torch() -> dict[str, Any]:
-    """Describe torch and its usable GPUs; ``reason`` tells why there are none.
+    """Describe torch and its usable GPUs; ``reason`` says why there are none.
 
-    ``triton_problem`` tells why kernels that Triton compiles can't be used, if so.
+    ``triton_problem`` says why Triton's kernels can't be used, if so.
     """
     report: dict[str, Any] = {"torch": torch.__version__, "cuda": torch.version.cuda, "gpus": []}
     report |= {"reason": "", "kernels_for": [], "triton_problem": find_triton_problem()}
@@ -89,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _load_shapes(model: Path | None, device: torch.device) -> TrialShapes:
-    """Shapes of a model; usual ones without it, or if its config can't be read."""
+    """Load a model's shapes; typical shapes without a model or if its config can't be read."""
     paged = device.type == "cuda" and find_kernel() is not None
     usual = replace(USUAL_SHAPES, block_size=PAGE_MULTIPLE) if paged else USUAL_SHAPES
     if model is None:

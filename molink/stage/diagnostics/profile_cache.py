@@ -46,7 +46,7 @@ class ProfileCache:
         return entry.profile if entry is not None and entry.key == key else None
 
     def predict_profile(self, model_key: str, step_bytes: int) -> Profile | None:
-        """Scale the profile of the same model that is nearest in bytes."""
+        """Scale that profile of the same model whose bytes are nearest."""
         found: list[tuple[float, Profile]] = []
         for path in self._folder.glob("*.json"):
             entry = self._read_entry(path)
@@ -75,7 +75,7 @@ class ProfileCache:
     def store_profile(
         self, key: str, profile: Profile, model_key: str = "", step_bytes: int = 0
     ) -> None:
-        """Store a profile, and evict the oldest ones."""
+        """Store a profile and evict the oldest ones."""
         entry = _CachedProfile(key=key, profile=profile, model_key=model_key, step_bytes=step_bytes)
         path = self._entry_path(key)
         draft = path.with_name(f".{path.name}.{os.getpid()}")

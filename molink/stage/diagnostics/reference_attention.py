@@ -11,17 +11,17 @@ from molink.stage.attention.base import AttentionBackend, AttentionShape
 from molink.stage.batch import SequenceRows
 from molink.stage.kv_pool import KVPool
 
-#: (positions before, rows): a first chunk, decode rows, and chunks across a page border.
+#: (earlier positions, rows): a first chunk, decode rows, and chunks across a page boundary.
 _TRIAL_ROWS = ((0, 40), (511, 1), (17, 1), (250, 13), (3, 2))
 
 
 def dense_attention(
     queries: Tensor, both: Tensor, shape: AttentionShape, window: int, sinks: Tensor | None = None
 ) -> Tensor:
-    """Masked softmax in float64 of ``queries`` ``[n, heads, d]``, a sequence's last rows.
+    """Compute attention in float64 for ``queries`` ``[n, heads, d]``, a sequence's last rows.
 
-    ``both`` are its keys and values ``[length, 2, kv_heads, d]``; ``sinks`` are ``[heads]`` extra
-    scores. Returns ``[n, heads * d]``.
+    ``both`` has its keys and values ``[length, 2, kv_heads, d]``; ``sinks`` are extra scores
+    ``[heads]``. Returns ``[n, heads * d]``.
     """
     count, length = len(queries), len(both)
     keys, values = both.double().repeat_interleave(shape.groups, dim=2).unbind(1)
@@ -49,9 +49,9 @@ def attention_error(
     dtype: torch.dtype,
     device: torch.device,
 ) -> float:
-    """Greatest error of a backend, whose outputs have magnitude 1.
+    """Return the largest error of a backend, whose outputs have magnitude 1.
 
-    One run per window, over random rows in unordered pages. NaN if the backend gives any.
+    Each window has one run over random rows in unordered pages. NaN if the backend returns any.
     """
     layers = [replace(shape, windows=(window,)) for window in shape.windows]
     errors = [_backend_error(create(layer), layer, page, dtype, device) for layer in layers]

@@ -1,7 +1,7 @@
 """Measures a stage for ``molink bench stage``: ``python -m molink.stage.diagnostics.stage_bench``.
 
 Loads layers as a worker does, and measures their profile and the device's peak rates. Prints one
-JSON object, which the torch-free command line shows.
+JSON object, which the command line, without torch, displays.
 """
 
 import argparse
@@ -37,7 +37,7 @@ _MAX_KV_BYTES = 1 << 30
 
 
 def run_bench(options: argparse.Namespace) -> dict[str, object]:
-    """Load, measure, compare."""
+    """Load the layers, measure them, and compare the rates with the device's."""
     layers = (options.first, options.last)
     folder = ModelFolder.open(Path(options.model_dir), layers)
     device = pick_device(options.device)
@@ -112,7 +112,7 @@ def _format_points(points: Sequence[tuple[int, float]]) -> list[dict[str, float]
 
 
 def _rate_reading(work: StageCost, profile: Profile, device: torch.device) -> dict[str, float]:
-    """Read rate of a single decode row, which is memory-bound."""
+    """Return the read rate of a single decode row, which is memory-bound."""
     nbytes = work.decode_bytes(profile.context)
     reached, peak = nbytes / profile.decode_s(1), peak_read_rate(device)
     return {
@@ -124,7 +124,7 @@ def _rate_reading(work: StageCost, profile: Profile, device: torch.device) -> di
 
 
 def _rate_computing(work: StageCost, profile: Profile, stage: Stage) -> dict[str, float]:
-    """Compute rate of the most efficient chunk."""
+    """Return the compute rate of the most efficient chunk."""
     rates = {rows: work.prefill_flops(rows) / seconds for rows, seconds in profile.prefill}
     rows = max(rates, key=rates.__getitem__)
     peak = peak_matmul_rate(stage.device, TORCH_DTYPES[stage.dtype])
@@ -161,7 +161,7 @@ def _parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the measurement; errors go to stderr, with their exit code."""
+    """Print the measurement; print errors to stderr and return their exit code."""
     options = _parse_arguments(arguments)
     if options.threads:
         torch.set_num_threads(options.threads)
@@ -177,7 +177,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-#: Bytes read, far beyond any cache.
+#: Bytes to read, far more than any cache holds.
 _READ_BYTES = 512 << 20
 #: Rows and columns of the matrices.
 _CPU_SIZE = 2048
@@ -187,7 +187,7 @@ _SECONDS = 2.0
 
 
 def peak_read_rate(device: torch.device) -> float:
-    """Bytes/s at which a large tensor is read."""
+    """Measure the bytes/s at which a large tensor is read."""
     numbers = torch.ones(_READ_BYTES // 8, dtype=torch.int64, device=device)
     halves = numbers.view(torch.float32)
     return max(
@@ -196,7 +196,7 @@ def peak_read_rate(device: torch.device) -> float:
 
 
 def peak_matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Operations/s of a large square matrix product."""
+    """Measure the operations/s of a large square matrix product."""
     size = _CUDA_SIZE if device.type == "cuda" else _CPU_SIZE
     left = torch.ones(size, size, dtype=dtype, device=device)
     right = torch.ones(size, size, dtype=dtype, device=device)
@@ -210,7 +210,7 @@ def peak_matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _measure_rate(act: Callable[[], object], amount: int, device: torch.device) -> float:
-    """``amount`` per second of the fastest run of ``act``, after a warm-up."""
+    """Return ``amount`` per second of the fastest run of ``act``, after a warm-up."""
     _time_run(act, device)
     taken: list[float] = []
     while len(taken) < _REPEATS and (not taken or sum(taken) < _SECONDS):

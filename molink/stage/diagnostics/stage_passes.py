@@ -22,7 +22,7 @@ from molink.stage.torch_dtypes import TORCH_DTYPES
 from molink.wire.messages.data_plane import SamplingParams
 
 _MAX_ROWS = max(*PREFILL_ROWS, *DECODE_ROWS)
-#: Spreads token ids over the vocabulary, since equal ones would use the same experts.
+#: Stride that spreads token ids over the vocabulary, since equal tokens would use the same experts.
 _TOKEN_STRIDE = 7919
 #: Maximum size of the KV pool.
 _MAX_POOL_BYTES = 1 << 30
@@ -30,11 +30,11 @@ _GREEDY = SamplingParams(temperature=0.0)
 
 
 class StagePasses:
-    """Runs passes on a loaded stage as a worker would: the last stage samples, greedily.
+    """Runs passes on a loaded stage as a worker would; the last stage samples greedily.
 
-    Within ``with`` the stage has a KV pool of at most ``kv_bytes``. Requests have scattered blocks,
-    as after some time of serving; if the pool is small, they share blocks and states. With
-    ``positions`` it has so many, whatever that takes.
+    Within ``with`` the stage has a KV pool of at most ``kv_bytes``, or of ``positions`` positions
+    at any size. Requests have scattered blocks, as after some time of serving; if the pool is
+    small, they share blocks and states.
     """
 
     def __init__(self, stage: Stage, kv_bytes: int, block_size: int, positions: int = 0) -> None:
@@ -62,7 +62,7 @@ class StagePasses:
 
     @property
     def max_context(self) -> int:
-        """Maximum positions of the model."""
+        """Maximum context of the model."""
         return self._stage.config.max_model_len
 
     def run_decode(self, rows: int, context: int) -> None:
@@ -92,17 +92,17 @@ class StagePasses:
         self._synchronize()
 
     def capture_graphs(self) -> None:
-        """Capture the CUDA graphs of a profile's passes; one takes far longer than a pass."""
+        """Capture the CUDA graphs of a profile's passes; a capture takes far longer than a pass."""
         context = min(SHORT_CONTEXT, self.max_context - 1)
         deep = min(DEEP_CONTEXT, self.max_context - DEEP_ROWS)
         shapes = [(rows, context) for rows in DECODE_ROWS]
-        # It is compared with the first one, so both use a graph.
+        # It is compared with the first point, so both must use a graph.
         shapes.insert(1, (1, max(deep, context)))
         for rows, before in shapes:
             self._stage.capture_graph(rows, before + 1)
 
     def _block_table(self, tokens: int, request: int) -> Sequence[int]:
-        """Block table of a request."""
+        """Return a request's block table."""
         count = -(-tokens // self._block_size)
         places = range(request * count, (request + 1) * count)
         return [self._blocks[place % len(self._blocks)] for place in places]

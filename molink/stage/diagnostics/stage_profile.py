@@ -19,11 +19,11 @@ from molink.stage.stage import Stage
 
 log = logging.getLogger(__name__)
 
-#: Maximum seconds of measuring; a very slow stage measures the smallest passes only.
+#: Maximum seconds of measuring; on a very slow stage only the smallest passes are measured.
 MAX_PROFILING_S = 3.0
-#: Trials of predicting a token, and the least time of one: 0 means that there is none.
+#: Runs of MTP, and the minimum seconds of one, since 0 means that there is no MTP.
 _MTP_RUNS, _MIN_S = 5, 1e-6
-#: Rises with every change of measuring, or of kernels that the key doesn't name.
+#: Version of profiles; increment it when measuring or kernels outside the key change.
 _FORMAT_VERSION = 7
 
 
@@ -38,8 +38,8 @@ def profile_stage(
 ) -> Profile:
     """Return ``T_d`` and ``T_p`` of ``stage``, cached in the folder ``cache``.
 
-    In a ``hurry`` it is scaled from other layers of the same model by bytes of weights, and not
-    cached. Measuring replaces the stage's KV pool by one of up to ``kv_bytes``.
+    In a ``hurry`` it is scaled from the profile of other layers of the same model by bytes of
+    weights, and not cached. Measuring replaces the stage's KV pool by one of up to ``kv_bytes``.
 
     Raises:
         MemoryError: not even a single row fits.
@@ -56,7 +56,7 @@ def profile_stage(
                 "profile scaled from other layers: one decode row should take %.1f ms",
                 1e3 * predicted.decode_s(1),
             )
-            # Of other stages, only the last one predicts tokens.
+            # The other profile may lack MTP, which only the last stage has.
             layers = stage.layers[1] - stage.layers[0] + 2
             mtp_s = predicted.decode_s(1) / layers if stage.has_mtp else 0.0
             return msgspec.structs.replace(predicted, mtp_s=mtp_s)
@@ -80,7 +80,7 @@ def profile_stage(
 
 
 def _time_mtp(passes: StagePasses, timer: Callable[[], float]) -> float:
-    """Seconds of another token that the last stage predicts; the quickest of a few."""
+    """Measure the seconds of one MTP prediction; the fastest of a few runs counts."""
     taken = []
     for _ in range(_MTP_RUNS):
         begin = timer()
@@ -90,7 +90,7 @@ def _time_mtp(passes: StagePasses, timer: Callable[[], float]) -> float:
 
 
 def profile_key(stage: Stage, block_size: int) -> str:
-    """Key of everything that a stage's times depend on: shapes, not weights.
+    """Return a key of everything that a stage's times depend on: shapes, not weights.
 
     Bytes of weights identify the quantization.
     """
@@ -99,16 +99,16 @@ def profile_key(stage: Stage, block_size: int) -> str:
 
 
 def _pass_timer(stage: Stage) -> Callable[[], float]:
-    """The clock of a pass: on a CPU the thread's CPU time, which other programs don't add to.
+    """Return the clock for passes: on a CPU the thread's CPU time, which excludes other programs.
 
-    Windows counts CPU time in steps longer than a pass.
+    On Windows it is the wall clock, since CPU time advances in steps longer than a pass.
     """
     counts_cpu_time = stage.device.type == "cpu" and sys.platform != "win32"
     return time.thread_time if counts_cpu_time else time.perf_counter
 
 
 def _model_key(stage: Stage, block_size: int) -> str:
-    """The part of a key that other layers of the same model share."""
+    """Return the part of a key that all layers of the same model share."""
     on_cpu = stage.device.type == "cpu"
     threads = torch.get_num_threads() if on_cpu else 0
     parts = (

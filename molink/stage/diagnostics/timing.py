@@ -1,10 +1,10 @@
 """Measures ``T_d(x)`` and ``T_p(x)`` within a deadline, with a given clock.
 
-A stage is measured while the PC may be busy, often with other stages that load. That only makes
-passes slower, so each point counts by its fastest run, and its runs are spread over the whole time:
-all points are run in turn. On a CPU the thread's CPU time counts, which passes of other programs on
-the same core don't add to. How much slower steps are at present, each stage measures while it
-serves (:class:`molink.ring.ring_measurements.SlowdownMeter`).
+The PC may be busy during a measurement, often with other stages that load. That only makes passes
+slower, so the fastest run of each point counts. All points run in turn, so that each point's runs
+are spread over the whole time. On a CPU the thread's CPU time counts, which excludes other programs
+on the same core. The current slowdown is measured by each stage while it serves
+(:class:`molink.ring.ring_measurements.SlowdownMeter`).
 """
 
 from collections.abc import Callable
@@ -12,30 +12,30 @@ from typing import Protocol
 
 from molink.facts.profile import Profile
 
-#: Measured row counts, as deadline and memory allow.
+#: Row counts to measure, if deadline and memory allow.
 DECODE_ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 PREFILL_ROWS = (8, 16, 32, 64, 128, 256, 512, 1024)
 #: Context of decode rows, and a longer one to measure its cost.
 SHORT_CONTEXT = 128
 DEEP_CONTEXT = 2048
 DEEP_ROWS = 64
-#: Runs of a point, or their maximum seconds, after a warm-up.
+#: Maximum runs of a point, and their maximum seconds, after a warm-up.
 _MAX_RUNS = 5
 _MAX_POINT_S = 0.2
-#: Where tile sizes of matrix products are searched, and their range.
+#: Row counts at which tile sizes of matrix products are searched, and the sizes to try.
 _TILE_BASES = (256, 128, 64)
 _TILE_SIZES = (256, 128, 64, 32, 16, 8)
-#: Minimum cost of one more row at a tile border, and its maximum within a tile.
+#: Minimum growth of time for one more row at a tile boundary, and maximum growth within a tile.
 _MIN_TILE_STEP = 1.08
 _MAX_PLATEAU_GROWTH = 1.04
 #: Tolerance for attention, which grows quadratically.
 _MAX_ATTENTION_GROWTH = 1.1
 #: Passes that must fit the deadline before tiles are searched.
 _TILE_PASSES = 8
-#: Shares of the time for both tables, and for finding points that fit.
+#: Shares of the time for both tables, and for their first runs.
 _TABLES_SHARE = 0.75
 _GROWTH_SHARE = 0.4
-#: On a busy PC measuring may take longer by this factor.
+#: Maximum factor by which measuring may take longer on a busy PC.
 _MAX_DELAY = 2.0
 
 
@@ -64,10 +64,10 @@ def measure_profile(
 ) -> Profile:
     """Measure a profile in about ``seconds`` seconds.
 
-    A pass takes what ``timer`` says (default: ``clock``). ``T_d(1)`` and ``T_p`` of the smallest
-    chunk are always measured, other points only if they fit the deadline; then the cost of longer
-    contexts, and the tile. If ``timer`` is slower than ``clock``, measuring takes up to twice as
-    long. Raises ``MemoryError`` if not even the smallest passes fit.
+    ``timer`` (default: ``clock``) measures passes. ``T_d(1)`` and ``T_p`` of the smallest chunk are
+    always measured, other points only if they fit the deadline. The cost of longer contexts and the
+    tile follow. If ``timer`` is slower than ``clock``, measuring takes up to twice as long. Raises
+    ``MemoryError`` if not even the smallest passes fit.
     """
     return _ProfileTimer(passes, clock, seconds, timer or clock).measure_profile()
 
@@ -106,12 +106,12 @@ class _ProfileTimer:
 
     @property
     def _elapsed_s(self) -> float:
-        """Seconds used up: by the timer, unless the clock is far ahead of it."""
+        """Seconds used: the timer's, unless the clock is far ahead of it."""
         waited = (self._clock() - self._began_at) / _MAX_DELAY
         return max(waited, self._timer() - self._timer_began_at)
 
     def _measure_tables(self) -> tuple[dict[int, float], dict[int, float]]:
-        """Measure both tables point by point, always the one expected to be faster."""
+        """Measure both tables point by point; the point expected to be fastest is next."""
         decode = {1: self._time_run(self._time_decode(1), 1)}
         prefill = {self._chunks[0]: self._time_run(self._time_prefill(self._chunks[0]), 1)}
         open_ends = [
@@ -137,7 +137,7 @@ class _ProfileTimer:
     def _repeat_points(
         self, table: dict[int, float], make: Callable[[int], Callable[[], None]], runs: int
     ) -> None:
-        """Run each point of a table again if its ``runs`` runs took little time."""
+        """Repeat each point of a table whose ``runs`` runs took little time."""
         for rows, fastest in table.items():
             is_due = runs == 1 or runs * fastest < _MAX_POINT_S
             if is_due and self._elapsed_s + fastest <= self._deadline:
@@ -160,7 +160,7 @@ class _ProfileTimer:
         return max(0.0, taken - prefill[rows]) / (rows * self._deep) if taken is not None else 0.0
 
     def _find_tile(self, prefill: dict[int, float]) -> int:
-        """Tile size of matrix products around the largest affordable chunk."""
+        """Find the tile size of matrix products around the largest affordable chunk."""
         left = self._deadline - self._elapsed_s
         for base in _TILE_BASES:
             fits = 2 * base <= self._passes.max_context
@@ -189,7 +189,7 @@ class _ProfileTimer:
     def _try_run(
         self, run: Callable[[], None], predicted: float = 0.0, runs: int = _MAX_RUNS
     ) -> float | None:
-        """Seconds of a pass; ``None`` if it would miss the deadline or doesn't fit."""
+        """Measure the seconds of a pass; ``None`` if it would miss the deadline or doesn't fit."""
         if self._elapsed_s + predicted > self._deadline:
             return None
         try:
@@ -198,7 +198,7 @@ class _ProfileTimer:
             return None
 
     def _time_run(self, run: Callable[[], None], runs: int = _MAX_RUNS) -> float:
-        """Seconds of the fastest run: one that allocates memory, and up to ``runs`` more."""
+        """Return the seconds of the fastest of ``runs`` runs, after one that allocates memory."""
         taken = [self._run_once(run)]
         while len(taken) <= runs and len(taken) * min(taken) < _MAX_POINT_S:
             if self._elapsed_s + taken[-1] > self._deadline:
@@ -213,7 +213,7 @@ class _ProfileTimer:
 
 
 def _predict_next_s(table: dict[int, float], rows: int) -> float:
-    """Upper bound of the time of the next larger point."""
+    """Estimate an upper bound for the time of the next larger point."""
     last = max(table)
     return table[last] * rows / last
 

@@ -1,4 +1,4 @@
-"""Shapes for kernel trials: a model's, or usual ones."""
+"""Shapes for kernel trials: a model's, or typical ones."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -22,20 +22,21 @@ from molink.stage.attention.base import AttentionShape
 
 #: A window that excludes some of a trial's rows.
 _WINDOW = 33
-#: Maximum weights of a trial; a GPU chooses its kernel by the whole shape.
+#: Maximum weights of a trial, larger on a GPU, which chooses kernels by the whole shape.
 _MAX_WEIGHTS = {"cpu": 1 << 23, "cuda": 1 << 26}
-#: Output sizes are cut by multiples of this, so that their remainder stays.
+#: Output sizes are reduced by multiples of this, which preserves their remainder.
 _CUT_MULTIPLE = 64
 
 
 @dataclass(frozen=True, slots=True)
 class TrialShapes:
-    """``products`` are ``[out, in]``; rows of ``hidden`` are normed, of ``inner`` gated.
+    """Shapes and formats of a model's operators.
 
-    ``rotary`` are rotated dimensions of a head. ``formats`` are those of weights that stay low-bit
-    on a CPU; ``planes``, on a GPU, are formats and columns. ``experts`` says how experts are
-    chosen; ``expert_planes`` are formats and columns of their weights on a GPU, without a format if
-    these don't stay low-bit.
+    ``products`` are ``[out, in]``; rows of width ``hidden`` are normed, of ``inner`` gated.
+    ``rotary`` has the rotated dimensions of heads. ``formats`` are the formats of weights that stay
+    low-bit on a CPU; ``planes`` has formats and columns of those on a GPU. ``experts`` says how
+    experts are chosen; ``expert_planes`` has formats and columns of their weights on a GPU, without
+    a format if they don't stay low-bit.
     """
 
     products: tuple[tuple[int, int], ...]
@@ -59,7 +60,7 @@ class TrialShapes:
         device: torch.device,
         tensors: Mapping[str, TensorSpec] | None = None,
     ) -> "TrialShapes":
-        """Shapes of all layers of a model; very large products are cut to some outputs.
+        """Collect the shapes of a model's layers; very large products are cut to fewer outputs.
 
         ``tensors`` are known tensors of its files.
         """
@@ -83,7 +84,7 @@ class TrialShapes:
                 sorted({rope.rotary_dim(config.head_dim) for rope in config.rope_configs})
             ),
             eps=config.norm_eps,
-            # Kernels only compute gated activations.
+            # Kernels support gated activations only.
             activations=(config.activation if config.is_gated else "silu",),
             attention=replace(attention, windows=tuple(windows), kv_kinds=2),
             block_size=block_size,
@@ -114,7 +115,7 @@ USUAL_SHAPES = TrialShapes(
 def find_planes(
     config: ModelConfig, tensors: Mapping[str, TensorSpec]
 ) -> tuple[tuple[BlockFormat, int], ...]:
-    """Formats and columns of a model's weights that stay low-bit on a GPU."""
+    """Find formats and columns of a model's weights that stay low-bit on a GPU."""
     found = _find_low_bit(config, tensors)
     planes = {(form, shape[1]) for form, shape in found if fits_planes(form, shape)}
     return tuple(sorted(planes, key=repr))
@@ -123,7 +124,7 @@ def find_planes(
 def _find_expert_planes(
     config: ModelConfig, tensors: Mapping[str, TensorSpec]
 ) -> tuple[tuple[BlockFormat | None, int], ...]:
-    """Formats and columns of experts' weights on a GPU."""
+    """Find formats and columns of experts' weights on a GPU."""
     found: set[tuple[BlockFormat | None, int]] = set()
     for name, shape in stage_tensors(config, 0, config.layers).items():
         if ".experts." in name and len(shape) == 2:
@@ -135,7 +136,7 @@ def _find_expert_planes(
 def _find_low_bit(
     config: ModelConfig, tensors: Mapping[str, TensorSpec]
 ) -> set[tuple[BlockFormat, tuple[int, ...]]]:
-    """Formats and shapes of weights that may stay low-bit."""
+    """Find formats and shapes of weights that may stay low-bit."""
     shapes = stage_tensors(config, 0, config.layers)
     found = (
         (find_resident_format(name, shape, tensors, config.low_bit), shape)
@@ -145,7 +146,7 @@ def _find_low_bit(
 
 
 def _projection_shapes(config: ModelConfig) -> set[tuple[int, int]]:
-    """Shapes of all projections, merged ones included."""
+    """Collect the shapes of all projections, including merged ones."""
     found = {(config.vocab_size, config.hidden_size)}
     if config.mtp is not None:
         found.add((config.hidden_size, 2 * config.hidden_size))

@@ -1,9 +1,9 @@
 """Triton kernels of attention over a paged KV pool, read in place.
 
-:func:`attend_pages` gives each program a tile: some rows of one request times the query heads of
-one KV head, against the tile's visible positions or one of several parts of them (FlashDecoding).
-:func:`reduce_splits` adds up the parts. Decode rows, short drafts and prefill chunks differ only in
-the tile's height.
+Each program of :func:`attend_pages` processes a tile: some rows of one request times the query
+heads of one KV head, against all visible positions or one of several parts of them (FlashDecoding).
+:func:`reduce_splits` combines the parts. Decode rows, short drafts and prefill chunks differ only
+in the tile's height.
 """
 
 from dataclasses import dataclass
@@ -13,13 +13,14 @@ import triton.language as tl
 
 #: Minimum size of a block's dimensions in a product.
 _MIN_BLOCK = 16
-#: Bytes of keys, and as many of values, that a low and a tall tile loads at once.
+#: Bytes of keys (and as many of values) that a low tile and a tall tile load at once.
 _LOW_BYTES, _TALL_BYTES = 8 << 10, 16 << 10
 #: Parts that :func:`reduce_splits` loads at once.
 PARTS_AT_ONCE = 16
 #: Exponents are base 2.
 _LOG2_E = tl.constexpr(1.4426950408889634)
-#: Below all scores, yet finite: a row that sees nothing of a block must not become NaN.
+#: Below all scores, yet finite, so that a row without visible positions in a block does not become
+#: NaN.
 _LOWEST = tl.constexpr(-1e30)
 
 
@@ -33,7 +34,7 @@ class TileSize:
 
     @classmethod
     def choose(cls, groups: int, rows: int, head_dim: int, itemsize: int) -> "TileSize":
-        """Tile for sequences of up to ``rows`` rows that fits the shared memory of every card."""
+        """Choose a tile for sequences of up to ``rows`` rows that fits any GPU's shared memory."""
         dims = max(_MIN_BLOCK, triton.next_power_of_2(head_dim))
         lines = _MIN_BLOCK
         if rows * groups > lines:
@@ -45,22 +46,22 @@ class TileSize:
 
     @property
     def is_low(self) -> bool:
-        """Whether its time is that of loading KV."""
+        """Whether the tile is low, so that loading KV dominates."""
         return self.lines == _MIN_BLOCK
 
     @property
     def stages(self) -> int:
-        """Software pipelining of loads; page numbers come before the pages, which takes one more.
+        """Stages of software pipelining; pages are loaded one stage after their numbers.
 
-        With 5 a tile's next pages are under way while it computes, with 3 only their numbers. Half
-        the positions of a tall tile twice take no more shared memory.
+        With 5 a low tile loads its next pages while it computes; with 3 a tall tile loads only
+        their numbers, which saves shared memory.
         """
         return 5 if self.is_low else 3
 
 
 @triton.jit
 def _first_visible(position, window, IS_CHUNKED: tl.constexpr):
-    """First position that a row at ``position`` sees, or one before all."""
+    """Return the first position that a row at ``position`` sees; may be negative."""
     if IS_CHUNKED:
         first = position // window * window
     else:
@@ -72,9 +73,9 @@ def _first_visible(position, window, IS_CHUNKED: tl.constexpr):
 def _locate_positions(
     start, count, window, split, splits, IS_CHUNKED: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """First visible position of a tile, and the positions of one of ``splits`` parts.
+    """Return a tile's first visible position, and the positions of one of ``splits`` parts.
 
-    Parts are whole blocks from the first that the first row sees; some may be empty.
+    Parts are whole blocks from the first block that the first row sees; some may be empty.
     """
     first = tl.maximum(_first_visible(start, window, IS_CHUNKED), 0)
     begin = first // BLOCK_N * BLOCK_N
@@ -86,7 +87,7 @@ def _locate_positions(
 
 @triton.jit
 def _score_keys(queries, key, is_visible, scale, softcap, HAS_SOFTCAP: tl.constexpr):
-    """Scores to the base 2 of ``queries [M, D]`` and ``key [D, N]``."""
+    """Compute base-2 scores of ``queries [M, D]`` and ``key [D, N]``."""
     scores = tl.dot(queries, key, input_precision="ieee") * scale
     if HAS_SOFTCAP:
         # tanh(x) = 2 sigmoid(2 x) - 1
@@ -108,7 +109,7 @@ def _add_values(attended, greatest, weight, scores, value):
 
 @triton.jit
 def _widen_keys(key, scales, places, is_seen, scale, queries):
-    """Keys ``[D, N]`` in the type of ``queries``, and what their scores are multiplied by."""
+    """Return keys ``[D, N]`` in the type of ``queries``, and the factor of their scores."""
     if scales is not None:
         factors = tl.load(scales + places, mask=is_seen, other=0.0).to(tl.float32)
         key, scale = key.to(tl.float32).to(queries.dtype), scale * factors[None, :]
@@ -117,7 +118,7 @@ def _widen_keys(key, scales, places, is_seen, scale, queries):
 
 @triton.jit
 def _widen_values(value, scales, places, is_seen, queries):
-    """Values ``[N, D]`` in the type of ``queries``."""
+    """Convert values ``[N, D]`` to the type of ``queries``."""
     if scales is not None:
         factors = tl.load(scales + places, mask=is_seen, other=0.0).to(tl.float32)
         value = (value.to(tl.float32) * factors[:, None]).to(queries.dtype)
@@ -126,7 +127,7 @@ def _widen_values(value, scales, places, is_seen, queries):
 
 @triton.jit
 def _store_sums(sums, part, num_lines, lines, greatest, weight, is_row):
-    """Greatest scores and sums of weights of a part."""
+    """Store a part's maximum scores and sums of weights."""
     tl.store(sums + part * 2 * num_lines + lines, greatest, mask=is_row)
     tl.store(sums + (part * 2 + 1) * num_lines + lines, weight, mask=is_row)
 
@@ -172,9 +173,9 @@ def attend_pages(
     ``heads`` are ``[T, ≥ kv_heads * GROUPS, HEAD_DIM]``, ``keys`` and ``values`` ``[blocks, PAGE,
     kv_heads, HEAD_DIM]``, ``sinks`` ``[kv_heads * GROUPS]``, ``output`` ``[T, kv_heads * GROUPS *
     HEAD_DIM]``. A tile has at most ``num_lines`` pairs of row and query head. With ``IS_SPLIT`` the
-    results are ``sums [tiles, kv_heads, splits, 2, num_lines]`` (greatest score, sum of weights)
-    and ``partial [tiles, kv_heads, splits, num_lines, HEAD_DIM]``. If ``keys`` and ``values`` are
-    int8, their scales are ``[blocks, PAGE, kv_heads]``.
+    results are ``sums [tiles, kv_heads, splits, 2, num_lines]`` (maximum score, sum of weights) and
+    ``partial [tiles, kv_heads, splits, num_lines, HEAD_DIM]``. If ``keys`` and ``values`` are int8,
+    their scales are ``[blocks, PAGE, kv_heads]``.
     """
     kv_head, tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     kv_heads, splits = tl.num_programs(0), tl.num_programs(2)
@@ -200,7 +201,7 @@ def attend_pages(
     greatest = tl.full([BLOCK_M], _LOWEST, tl.float32)
     weight = tl.zeros([BLOCK_M], tl.float32)
     if HAS_SINKS:
-        # A sink counts once, so it belongs to the first part.
+        # A sink must count once, so the first part adds it.
         is_first = is_row & (split == 0)
         greatest = tl.load(sinks + query_head, mask=is_first, other=_LOWEST)
         greatest = tl.maximum(greatest, _LOWEST) * _LOG2_E
@@ -230,7 +231,7 @@ def attend_pages(
         places = (part * num_lines + lines)[:, None] * HEAD_DIM + dims[None, :]
         tl.store(partial + places, attended, mask=is_row[:, None] & is_dim[None, :])
     else:
-        # With a window, a line beyond the rows may see nothing.
+        # With a window, a line beyond the tile's rows may see nothing.
         weight = tl.where(is_row, weight, 1.0)
         head = (row + token) * kv_heads * GROUPS + query_head
         places = head[:, None] * HEAD_DIM + dims[None, :]
@@ -251,7 +252,7 @@ def reduce_splits(
     BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Add up the parts of one row and head; the grid is ``(kv_heads, tiles, num_lines)``.
+    """Combine the parts of one row and head; the grid is ``(kv_heads, tiles, num_lines)``.
 
     Arguments are those of :func:`attend_pages`.
     """

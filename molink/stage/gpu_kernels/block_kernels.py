@@ -1,8 +1,8 @@
 """Products with low-bit weights, in Triton; :mod:`.block_planes` describes their planes.
 
 A *slice* is ``WIDTH`` consecutive columns of one group, so its scale is one number per output. A
-``GROUP`` of 0 is a whole row. Weights are the left operand of tensor cores: they are decoded in the
-registers that these read.
+``GROUP`` of 0 is a whole row. Weights are the left operand of tensor cores, so they can be decoded
+in the registers that tensor cores read.
 """
 
 import triton
@@ -11,7 +11,7 @@ import triton.language as tl
 
 @triton.jit
 def _join_halves(pairs, KIND: tl.constexpr):
-    """Numbers ``[outputs, 2 · pairs]`` whose bits are the lower and upper halves of ``pairs``."""
+    """Return numbers ``[outputs, 2 · pairs]`` made of the lower and upper halves of ``pairs``."""
     lower = pairs.to(tl.int16).to(KIND, bitcast=True)
     upper = (pairs >> 16).to(tl.int16).to(KIND, bitcast=True)
     return tl.reshape(tl.join(lower, upper), (pairs.shape[0], 2 * pairs.shape[1]))
@@ -19,7 +19,7 @@ def _join_halves(pairs, KIND: tl.constexpr):
 
 @triton.constexpr_function
 def _find_bias(form, kind):
-    """How much larger than codes floats of ``kind`` are, whose mantissas end with codes' bits."""
+    """Return the excess over codes of ``kind`` floats whose mantissas end with the codes' bits."""
     if kind == tl.float16:
         return form[1] + 1024
     return form[1] + (128 if kind == tl.bfloat16 and form[0] == 4 else 1 << 23)
@@ -35,11 +35,11 @@ def _decode_slice(
     KIND: tl.constexpr,
     BIASED: tl.constexpr,
 ):
-    """Values ``[outputs, WIDTH]`` of slice ``index`` beside rows of ``KIND``, without scales.
+    """Decode values ``[outputs, WIDTH]`` of slice ``index`` for rows of ``KIND``, without scales.
 
-    They are exact but for a codebook's, which are rounded to 16 bits beside 16-bit rows; their type
-    is any that holds them. Floats of 4 and 8 bits are ``1 / UNIT`` times as large. ``BIASED``
-    integers are ``_find_bias`` larger.
+    They are exact, in a type that holds them, except for codebook values, which are rounded to 16
+    bits for 16-bit rows. Floats of 4 and 8 bits are ``1 / UNIT`` times their value. ``BIASED``
+    integers are too large by ``_find_bias``.
     """
     BITS: tl.constexpr = FORM[0]
     OFFSET: tl.constexpr = FORM[1]
@@ -79,14 +79,14 @@ def _decode_slice(
             magic: tl.constexpr = 0x64006400 if tl.float16 == KIND else 0x43004300
             values = _join_halves(pairs | magic, KIND)
             if not BIASED:
-                # In KIND again, this is one instruction for two values.
+                # Converting back to KIND lets one instruction process two values.
                 values = (values.to(tl.float32) - BIAS).to(KIND)
     return values
 
 
 @triton.jit
 def _find_number(chunk, index: tl.constexpr, SIZE: tl.constexpr, FORM: tl.constexpr):
-    """Which of the groups (or blocks) of ``SIZE`` columns slice ``index`` of a chunk lies in."""
+    """Return which group (or block) of ``SIZE`` columns has slice ``index`` of a chunk."""
     WIDTH: tl.constexpr = FORM[8]
     COLUMNS: tl.constexpr = 16 // FORM[0] * WIDTH
     if SIZE == 0:
@@ -102,9 +102,9 @@ def _find_number(chunk, index: tl.constexpr, SIZE: tl.constexpr, FORM: tl.conste
 
 @triton.jit
 def _decode_steps(steps, index: tl.constexpr, STEP_KIND: tl.constexpr, HAS_MINIMUM: tl.constexpr):
-    """Float32 of byte ``index`` of ``steps``."""
+    """Return byte ``index`` of ``steps`` as float32."""
     if STEP_KIND == "e4m3":
-        # As float16's bits they are 256 times as small.
+        # Read as float16 bits, they are 256 times too small.
         code = steps >> (8 * index)
         bits = ((code & 128) << 8) | ((code & 127) << 7)
         return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 256
@@ -119,10 +119,11 @@ def _decode_steps(steps, index: tl.constexpr, STEP_KIND: tl.constexpr, HAS_MINIM
 def _load_scales(
     planes, steps, chunk, index: tl.constexpr, outputs, inside, size, FORM: tl.constexpr
 ):
-    """Scales and minima float32 ``[outputs]`` of slice ``index``; shifts become minima.
+    """Load scales and minima float32 ``[outputs]`` of slice ``index``; shifts become minima.
 
-    Without either, minima are scales. ``steps`` are the chunk's of nested scales, one per group.
-    ``UNIT`` is how much smaller ``_decode_slice`` leaves floats.
+    Without minima and shifts, scales are returned as minima. ``steps`` are the chunk's nested
+    scales, one per group. ``UNIT`` is the factor by which ``_decode_slice`` returns floats too
+    small.
     """
     GROUP: tl.constexpr = FORM[2]
     HAS_MINIMUM: tl.constexpr = FORM[5]
@@ -150,7 +151,7 @@ def _load_scales(
 
 @triton.jit
 def _load_chunk(planes, chunk, outputs, inside, size, FORM: tl.constexpr):
-    """Low and upper bits ``[outputs, WIDTH / 2]`` of a chunk, and steps of its slices' scales."""
+    """Load a chunk's low and upper bits ``[outputs, WIDTH / 2]``, and the steps of its scales."""
     HIGH: tl.constexpr = FORM[4]
     HAS_MINIMUM: tl.constexpr = FORM[5]
     NESTED: tl.constexpr = FORM[6]
@@ -187,19 +188,21 @@ def _sum_products(
     CHUNKS: tl.constexpr,
     SCALE_SUMS: tl.constexpr,
 ):
-    """Sums float32 ``[outputs, rows]`` over steps ``first … last - 1`` of ``CHUNKS`` chunks.
+    """Sum products over steps ``first … last - 1`` of ``CHUNKS`` chunks.
 
-    ``rows`` begin at ``sources`` (int64 ``[rows]``); those that aren't ``real`` are zeros. With
-    ``SCALE_SUMS`` the sums of groups are scaled, else the weights.
+    Returns float32 ``[outputs, rows]``.
+
+    ``rows`` begin at ``sources`` (int64 ``[rows]``); rows that aren't ``real`` count as zeros. With
+    ``SCALE_SUMS`` the sums of groups are scaled, otherwise the weights.
     """
     KIND: tl.constexpr = rows.dtype.element_ty
     EXACT: tl.constexpr = rows.dtype.element_ty == tl.float32
     WIDTH: tl.constexpr = FORM[8]
     SLICES: tl.constexpr = 16 // FORM[0]
     HAS_MINIMUM: tl.constexpr = FORM[5] or FORM[7]
-    # The bias of codes is taken from minima, once per group.
+    # Minima absorb the bias of codes, once per group.
     BIASED: tl.constexpr = HAS_MINIMUM and FORM[0] == 4 and FORM[9] == "integer" and not EXACT
-    # Slices of a chunk that are in one group.
+    # Slices of a chunk that lie in one group.
     TOGETHER: tl.constexpr = FORM[12]
     at = sources[None] + tl.arange(0, WIDTH)[:, None]
     one = tl.full((outputs.shape[0], WIDTH // 2), 1, tl.float32).to(KIND)
@@ -258,9 +261,9 @@ def multiply_kernel(
     CHUNKS: tl.constexpr,
     SCALE_SUMS: tl.constexpr,
 ):
-    """Products of ``rows [count, depth]``; ``results`` are ``[splits, count, size]``.
+    """Multiply ``rows [count, depth]``; ``results`` is ``[splits, count, size]``.
 
-    The programs are tiles of outputs, splits of the columns, and tiles of rows.
+    The grid is (tiles of outputs, splits of the columns, tiles of rows).
     """
     split = tl.program_id(1)
     outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)

@@ -1,12 +1,12 @@
-"""Low-bit weights as planes in a GPU's memory, without loss and in about the file's size.
+"""Low-bit weights as bit planes in a GPU's memory, without loss and at about the file's size.
 
 A weight ``[out, in]`` is cut into *chunks* of ``16 / bits`` *slices* of :attr:`PlaneLayout.width`
 consecutive columns (4-bit words hold 5- and 6-bit codes' low bits). Word ``w`` of a chunk holds the
 codes at places ``2w`` and ``2w + 1`` of all its slices in its lower and upper half, the first
-slice's in their lowest bits. So a shift and a mask give two neighbours as tensor cores take them,
-and four words eight neighbours of each slice. Planes of words and of upper bits are ``[chunks, out,
-width / 2]``: what a kernel reads at once is in one piece. The numbers of groups and blocks are
-``[groups, out]``, since a slice needs one for each output.
+slice's in their lowest bits. So a shift and a mask extract two neighbours in the layout of tensor
+cores, and four words yield eight neighbours of each slice. Planes of words and of upper bits are
+``[chunks, out, width / 2]``, so that each load of a kernel is contiguous. The numbers of groups and
+blocks are ``[groups, out]``, since a slice needs one per output.
 """
 
 from collections.abc import Iterable
@@ -28,64 +28,64 @@ from molink.gguf.block_formats import (
 from molink.stage.cpu_kernels.repack import BlockCodes
 from molink.stage.torch_dtypes import TORCH_DTYPES
 
-#: Added to signed bytes.
+#: Added to signed bytes to make them unsigned.
 _SIGN = 128
-#: By the number of upper bits: slices of a chunk share an element.
+#: Types of upper bits, by their number per code: the slices of a chunk share an element.
 _HIGH_DTYPES = {1: torch.uint8, 2: torch.int16}
-#: By the number of a chunk's groups with nested scales, of which there may be none.
+#: Types of a chunk's steps, by its number of groups with nested scales (0: none).
 _STEP_DTYPES = {0: torch.int32, 2: torch.int16, 4: torch.int32}
 
-#: What codes are: E4M3 or E2M1 floats, values of a codebook, else integers.
+#: Meaning of codes: E4M3 or E2M1 floats, indices into a codebook, or integers.
 CodeKind = Literal["integer", "codebook", "e2m1", "e4m3"]
-#: Constants of a kernel: bits of a word's codes, offset, group, block, upper bits, whether there
-#: are minima, nested scales and shifts, width, kind of codes, rows that share a scale, kind of
-#: steps, slices of a chunk that share a group.
+#: A kernel's constants: bits of a word's codes, offset, group, block, upper bits, whether there are
+#: minima, nested scales and shifts, width, kind of codes, rows that share a scale, kind of steps,
+#: slices of a chunk that share a group.
 KernelForm = tuple[int, int, int, int, int, bool, bool, bool, int, CodeKind, int, StepKind, int]
 
 
 @dataclass(frozen=True)
 class PlaneLayout:
-    """Planes of a weight of ``shape`` ``[out, in]``."""
+    """Layout of the planes of a weight of ``shape`` ``[out, in]``."""
 
     form: BlockFormat
     shape: tuple[int, int]
 
     @property
     def word_bits(self) -> int:
-        """Bits of a code in a word."""
+        """Bits of a code within a word."""
         return 8 if self.form.bits == 8 else 4
 
     @property
     def high_bits(self) -> int:
-        """Bits of a code above those."""
+        """Remaining upper bits of a code."""
         return self.form.bits - self.word_bits
 
     @cached_property
     def width(self) -> int:
-        """Columns of a slice."""
+        """Columns per slice."""
         return plane_width(self.form, self.shape[1])
 
     @property
     def slices(self) -> int:
-        """Slices of a chunk."""
+        """Slices per chunk."""
         return HALF_BITS // self.word_bits
 
     @property
     def chunks(self) -> int:
-        """Chunks of a row."""
+        """Chunks per row."""
         return self.shape[1] // self.chunk_columns
 
     @property
     def chunk_columns(self) -> int:
-        """Columns of a chunk."""
+        """Columns per chunk."""
         return self.slices * self.width
 
     @property
     def kernel_form(self) -> KernelForm:
-        """What kernels are compiled for."""
+        """Constants for which kernels are compiled."""
         form = self.form
         numbers = form.has_minimum, form.has_nested_scales, form.has_shifts
-        # One kernel serves all widths if numbers are of whole rows.
+        # One kernel serves all widths if each number applies to a whole row.
         group, block = (0 if each == self.shape[1] else each for each in (form.group, form.block))
         codes = self.word_bits, self._offset, group, block, self.high_bits
         kinds = self._code_kind, form.shared_rows, form.step_kind
@@ -93,7 +93,7 @@ class PlaneLayout:
 
     @property
     def has_minima(self) -> bool:
-        """Whether kernels add a number to each group: its minimum, or its codes' shift."""
+        """Whether kernels add a number to each group: its minimum, or the shift of its codes."""
         return self.form.has_minimum or self.form.has_shifts
 
     @property
@@ -102,7 +102,7 @@ class PlaneLayout:
 
     @property
     def has_signed_codes(self) -> bool:
-        """Whether codes are signed bytes; words hold them plus 128."""
+        """Whether codes are signed bytes, which words hold plus 128."""
         return self.form.bits == 8 and not self.form.is_float
 
     @property
@@ -123,14 +123,14 @@ class PlaneLayout:
 
 @dataclass(frozen=True)
 class BlockPlanes:
-    """A weight's planes; those that its format lacks are empty.
+    """A weight's planes; planes that its format lacks are empty.
 
-    ``words`` is int32, ``high`` uint8 or int16 ``[chunks, out, width / 2]``. ``scales`` and
-    ``minima`` are of groups, or of blocks with nested scales, ``[groups, out]``, or of some rows
-    together, ``[groups, out / shared_rows]``; with nested scales ``scale_steps`` and
+    ``words`` (int32) and ``high`` (uint8 or int16) are ``[chunks, out, width / 2]``. ``scales`` and
+    ``minima`` are ``[groups, out]``, one per group (with nested scales one per block), or
+    ``[groups, out / shared_rows]`` if rows share them. With nested scales, ``scale_steps`` and
     ``minimum_steps`` (bytes ``[chunks, out, groups of a chunk]``) multiply them. ``shifts`` is int8
-    ``[groups, out]``. ``codebook`` (float16 ``[2, 16]``: values, and what is missing) is shared by
-    all weights.
+    ``[groups, out]``. ``codebook`` (float16 ``[2, 16]``: values, and their rounding errors) is
+    shared by all weights.
     """
 
     layout: PlaneLayout
@@ -145,7 +145,7 @@ class BlockPlanes:
 
     @classmethod
     def create_empty(cls, layout: PlaneLayout, device: torch.device) -> "BlockPlanes":
-        """Create planes to be filled by :meth:`put_rows`."""
+        """Create empty planes to fill by :meth:`put_rows`."""
         form, (rows, width) = layout.form, layout.shape
         words = layout.chunks, rows, layout.width // 2
         groups = width // form.group, rows
@@ -178,7 +178,7 @@ class BlockPlanes:
     def pack_blocks(
         cls, layout: PlaneLayout, parts: Iterable[BlockCodes], device: torch.device
     ) -> "BlockPlanes":
-        """Pack ``parts``, which are stacked by rows, on ``device``."""
+        """Pack ``parts``, stacked by rows, on ``device``."""
         made, first = cls.create_empty(layout, device), 0
         for part in parts:
             made.put_rows(first, part)
@@ -207,7 +207,7 @@ class BlockPlanes:
             plane[:, first:last] = unflatten(steps, 1, (layout.chunks, -1)).transpose(0, 1)
 
     def copy_rows(self, first: int, other: "BlockPlanes") -> None:
-        """Overwrite rows from ``first`` on with all of ``other``, of the same format."""
+        """Overwrite rows from ``first`` on with all of ``other``, which has the same format."""
         every, rows = self.layout.form.shared_rows, other.layout.shape[0]
         for plane, given in zip(self._own_planes, other._own_planes, strict=True):
             if plane.numel():
@@ -221,7 +221,7 @@ class BlockPlanes:
 
     @cached_property
     def tensors(self) -> tuple[Tensor, ...]:
-        """All planes, in the kernels' order; the steps of a chunk's groups are one number."""
+        """All planes in the order of kernel arguments; a chunk's steps are one number."""
         planes = self.words, self.high, self.scales, self.minima
         steps = self.scale_steps, self.minimum_steps
         number = _STEP_DTYPES[self.scale_steps.shape[-1]]
@@ -234,7 +234,7 @@ class BlockPlanes:
         return sum(plane.nbytes for plane in self.tensors) - self.codebook.nbytes
 
     def is_finite(self, first: int, last: int) -> bool:
-        """Whether all numbers of rows ``first … last - 1`` are finite."""
+        """Check that all numbers of rows ``first … last - 1`` are finite."""
         form = self.layout.form
         if form.is_float and _has_nan(self.words[:, first:last]):
             return False
@@ -256,14 +256,14 @@ def _make_codebook(values: tuple[float, ...], device: torch.device) -> Tensor:
 
 
 def _has_nan(floats: Tensor) -> bool:
-    """Whether any byte is NaN as an E4M3 float; it has no infinity."""
+    """Whether any byte is NaN as an E4M3 float, which has no infinity."""
     return bool((floats.view(torch.uint8) & 127).eq_(127).any())
 
 
 def _pack_slices(slices: Tensor, bits: int, half: int) -> Tensor:
-    """Words int32 ``[chunks, rows, pairs]`` of codes ``[rows, chunks, slices, pairs, 2]``.
+    """Pack codes ``[rows, chunks, slices, pairs, 2]`` into int32 words ``[chunks, rows, pairs]``.
 
-    The second codes of pairs begin at bit ``half``.
+    The second code of a pair begins at bit ``half``.
     """
     words = torch.zeros_like(slices[:, :, 0, :, 0], dtype=torch.int32)
     for index in range(slices.shape[2]):

@@ -11,32 +11,34 @@ from molink.facts.kernels import MIN_TRITON_CAPABILITY
 from molink.stage.gpu_kernels.block_planes import BlockPlanes, PlaneLayout
 from molink.stage.gpu_kernels.triton_support import find_triton_problem
 
-#: Rows for which the fused kernel is used; more multiply a dequantized weight.
+#: Maximum rows for the fused kernel; with more, a dequantized weight is multiplied.
 MAX_FUSED_ROWS = 64
-#: Rows that a program multiplies, with its outputs, warps and columns of a step, if these fill
-#: rows. More rows want more outputs: each program reads its rows, which then take more bytes than
+#: Tiles of a program: rows, outputs, warps, and columns per step if they divide a row. Tiles with
+#: more rows have more outputs, since each program reads its rows, which then take more bytes than
 #: its weights.
 _TILES = ((8, 32, 2, 128), (16, 64, 4, 128), (32, 128, 8, 64), (64, 128, 8, 64))
-#: The same without tensor cores, which Triton uses from Ampere (RTX 30) on, for 16-bit rows.
+#: Tiles without tensor cores, which Triton uses for 16-bit rows from Ampere (RTX 30) on.
 _PLAIN_TILES = ((1, 32, 2, 128), (4, 32, 2, 128), (16, 64, 4, 128))
-#: Rows of a program up to which sums of groups are scaled, not weights; with minima, which then
-#: take as many products again, and without. GeForce cards sum tensor cores' products in float32 at
-#: half their rate.
+#: Maximum rows of a program that scales the sums of groups instead of weights: with minima, which
+#: then double the products, and without. GeForce cards accumulate in float32 at half the rate of
+#: tensor cores.
 _SUMMED_ROWS = (8, 32)
-#: Steps that are loaded at once.
+#: Steps of software pipelining.
 PRODUCT_STAGES = 3
 _DEQUANTIZED_OUTPUTS = 64
-#: Slices of a weight begin at multiples, so that results in place are aligned as products want.
+#: Dequantized slices of a weight begin at multiples of this, so that torch's product can write
+#: aligned results in place.
 _ALIGNED_OUTPUTS = 128
-#: Columns are split until there are this many warps per multiprocessor, in parts of some steps.
+#: Columns are split until there are this many warps per multiprocessor; minimum steps per part, and
+#: maximum parts.
 _WARPS, _MIN_STEPS, _MAX_SPLITS = 12, 4, 8
 _ADDED = 1024
-#: Multiprocessors of a device that isn't asked.
+#: Assumed multiprocessors of a device without CUDA.
 _USUAL_PROCESSORS = 64
 
 
 def find_planes_problem(device: torch.device) -> str:
-    """Why a device can't multiply by low-bit weights in planes; empty if it can."""
+    """Explain why a device can't multiply by weights in bit planes; empty if it can."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return "it is no GPU"
     problem = find_triton_problem()
@@ -48,7 +50,7 @@ def find_planes_problem(device: torch.device) -> str:
 
 
 def multiply_blocks(planes: BlockPlanes, rows: Tensor, bias: Tensor | None) -> Tensor:
-    """Return ``rows [T, in]`` times the weight, ``[T, out]``; adds ``bias``."""
+    """Return ``rows [T, in]`` times the weight plus ``bias``, ``[T, out]``."""
     return (
         multiply_fused(planes, rows, bias)
         if len(rows) <= MAX_FUSED_ROWS
@@ -59,9 +61,9 @@ def multiply_blocks(planes: BlockPlanes, rows: Tensor, bias: Tensor | None) -> T
 def multiply_fused(
     planes: BlockPlanes, rows: Tensor, bias: Tensor | None, splits: int = 0
 ) -> Tensor:
-    """:func:`multiply_blocks` for few rows ``[T, in]``, in one kernel, or two if columns are split.
+    """Do :func:`multiply_blocks` for few rows ``[T, in]``, in one kernel, or two with splits.
 
-    Without ``splits``, into how many parts depends on the device.
+    ``splits`` is the number of parts of the columns; by default it depends on the device.
     """
     from molink.stage.gpu_kernels.block_kernels import add_splits_kernel, multiply_kernel
 
@@ -115,15 +117,15 @@ def multiply_fused(
 
 
 def multiply_dequantized(planes: BlockPlanes, rows: Tensor, bias: Tensor | None) -> Tensor:
-    """:func:`multiply_blocks` by torch's product, for many rows ``[T, in]``.
+    """Do :func:`multiply_blocks` for many rows ``[T, in]``, by torch's product.
 
-    A large weight is dequantized some outputs at a time.
+    A large weight is dequantized in slices of its outputs.
     """
     outputs, depth = planes.layout.shape
     most = max(1, MAX_DEQUANTIZED // depth)
     if outputs <= most:
         return linear(rows, dequantize_rows(planes, 0, outputs, rows.dtype), bias)
-    # Even slices: a small last one would leave multiprocessors idle.
+    # Slices are equally large, since a small last one would leave multiprocessors idle.
     even = -(-outputs // -(-outputs // most))
     aligned = -(-even // _ALIGNED_OUTPUTS) * _ALIGNED_OUTPUTS
     step = aligned if aligned <= most else max(1, most // _ALIGNED_OUTPUTS * _ALIGNED_OUTPUTS)
@@ -142,7 +144,10 @@ def multiply_dequantized(planes: BlockPlanes, rows: Tensor, bias: Tensor | None)
 def dequantize_rows(
     planes: BlockPlanes, first: int, last: int, dtype: torch.dtype, tokens: Tensor | None = None
 ) -> Tensor:
-    """Rows ``first … last - 1`` of the weight, or of ``tokens`` (int64 ``[last]``), ``[…, in]``."""
+    """Dequantize rows ``first … last - 1`` of the weight, or rows ``tokens`` (int64 ``[last]``).
+
+    Returns ``[…, in]``.
+    """
     from molink.stage.gpu_kernels.block_kernels import dequantize_kernel
 
     layout, count = planes.layout, last - first
@@ -165,25 +170,25 @@ def dequantize_rows(
 
 
 def choose_tile(rows: Tensor, count: int) -> tuple[int, int, int, int]:
-    """Rows of a program for ``count`` rows like ``rows``, with its outputs, warps and columns."""
+    """Choose rows, outputs, warps and columns of a program, for ``count`` rows like ``rows``."""
     is_plain = rows.dtype == torch.float32 or not has_tensor_products(rows.device)
     tiles = _PLAIN_TILES if is_plain else _TILES
     return next((one for one in tiles if count <= one[0]), tiles[-1])
 
 
 def choose_chunks(layout: PlaneLayout, columns: int) -> int:
-    """Chunks of a step of about ``columns``."""
+    """Choose the number of chunks per step of about ``columns`` columns."""
     chunks = max(1, columns // layout.chunk_columns)
     return 1 if layout.chunks % chunks else chunks
 
 
 def scales_sums(layout: PlaneLayout, rows: int, dtype: torch.dtype) -> bool:
-    """Whether a program of ``rows`` rows scales the sums of groups, not weights."""
+    """Whether a program of ``rows`` rows scales the sums of groups instead of weights."""
     return dtype != torch.float32 and rows <= _SUMMED_ROWS[not layout.has_minima]
 
 
 def choose_splits(warps: int, steps: int, processors: int) -> int:
-    """Into how many parts to split the columns, a number up to 8: a power of two."""
+    """Choose the number of parts of the columns: a power of two up to 8."""
     splits = 1
     most = min(_MAX_SPLITS, steps // _MIN_STEPS)
     while warps * splits < _WARPS * processors and 2 * splits <= most:
@@ -193,7 +198,7 @@ def choose_splits(warps: int, steps: int, processors: int) -> int:
 
 @cache
 def count_processors(device: torch.device) -> int:
-    """Multiprocessors of a device."""
+    """Count a device's multiprocessors."""
     if device.type != "cuda":
         return _USUAL_PROCESSORS
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
@@ -201,5 +206,5 @@ def count_processors(device: torch.device) -> int:
 
 @cache
 def has_tensor_products(device: torch.device) -> bool:
-    """Whether Triton multiplies 16-bit matrices on a device's tensor cores."""
+    """Whether Triton can multiply 16-bit matrices on a device's tensor cores."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)

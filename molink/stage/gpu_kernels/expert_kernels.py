@@ -1,4 +1,4 @@
-"""Kernels of mixtures of experts, in Triton; :mod:`.expert_product` describes their arguments.
+"""Triton kernels of mixture-of-experts layers; :mod:`.expert_product` describes their arguments.
 
 A *pair* is a row and one of its ``top_k`` experts: pair ``row * top_k + k``. Pairs are sorted by
 expert, and cut into *tiles* of one expert each.
@@ -9,7 +9,8 @@ import triton.language as tl
 
 from molink.stage.gpu_kernels.block_kernels import _sum_products
 
-#: Ratings below those of all experts: of what is NaN, is chosen already, and is none.
+#: Scores that rank below all real scores: of NaN, of experts already chosen, and of excluded groups
+#: and padding.
 _NAN, _CHOSEN, _NONE = (tl.constexpr(rating) for rating in (-1e30, -2e30, -3e30))
 
 
@@ -33,9 +34,9 @@ def choose_kernel(
     IS_SIGMOID: tl.constexpr,
     IS_CORRECTED: tl.constexpr,
 ):
-    """A program chooses a row's experts, best first. Those of NaN are any, with NaN weights.
+    """Choose the experts of one row per program, best first; ties go to the lower index.
 
-    Equal ones are chosen in order.
+    A row of NaN gets arbitrary valid experts with NaN weights.
     """
     row = tl.program_id(0)
     expert = tl.arange(0, EXPERTS)
@@ -80,7 +81,10 @@ def _keep_best_groups(
     SLOTS: tl.constexpr,
     VOTERS: tl.constexpr,
 ):
-    """Replace ratings outside the groups with the highest sums of their best ones by ``_NONE``."""
+    """Set scores outside the best groups to ``_NONE``.
+
+    A group ranks by the sum of its best ``VOTERS`` scores.
+    """
     group = expert // group_size
     slot = tl.arange(0, SLOTS)
     sums = tl.full((SLOTS,), -float("inf"), tl.float32)
@@ -109,7 +113,7 @@ def sort_kernel(
     EXPERTS: tl.constexpr,
     PAIRS: tl.constexpr,
 ):
-    """One program sorts a few pairs by expert and cuts them into tiles of ``tile_rows``."""
+    """Sort a few pairs by expert and cut them into tiles of ``tile_rows``, in one program."""
     expert = tl.arange(0, EXPERTS)
     counts = tl.zeros((EXPERTS,), tl.int32)
     for first in range(0, count, PAIRS):
@@ -145,10 +149,10 @@ def sort_kernel(
 
 @triton.jit(do_not_specialize=["count", "tile_rows", "tile_bound"])
 def sort_many_kernel(experts, order, tiles, count, tile_rows, tile_bound, PAIRS: tl.constexpr):
-    """The same for many pairs; a program finds those of an expert.
+    """Sort many pairs, with one program per expert.
 
-    If its pairs begin at ``begin``, its tiles do at ``begin // tile_rows + expert``: no choice of
-    the experts before it needs more.
+    If an expert's pairs begin at ``begin``, its tiles begin at ``begin // tile_rows + expert``: the
+    experts before it never need more tiles.
     """
     expert = tl.program_id(0)
     before = tl.zeros((PAIRS,), tl.int32)
@@ -176,7 +180,7 @@ def sort_many_kernel(experts, order, tiles, count, tile_rows, tile_bound, PAIRS:
 
 @triton.jit
 def _find_tile(order, tiles, tile_bound, depth, shared, ROWS: tl.constexpr):
-    """A tile's expert, its pairs, which of them are real, and where their rows begin."""
+    """Return a tile's expert, its pairs, which of them are real, and where their rows begin."""
     tile = tl.program_id(1)
     place = tl.load(tiles + tile_bound + tile) + tl.arange(0, ROWS)
     real = place < tl.load(tiles + 2 * tile_bound + tile)
@@ -186,7 +190,7 @@ def _find_tile(order, tiles, tile_bound, depth, shared, ROWS: tl.constexpr):
 
 @triton.jit
 def _store_products(total, results, bias, pair, real, outputs, inside, begin, size, has_bias):
-    """Store sums ``[outputs, rows]`` of pairs with the biases of an expert that begin there."""
+    """Add an expert's bias to the pairs' sums ``[outputs, rows]``, and store them."""
     added = tl.load(bias + begin + outputs, mask=inside & (has_bias > 0), other=0).to(tl.float32)
     total += added[:, None]
     line = pair.to(tl.int64)[None] * size + outputs[:, None]
@@ -211,9 +215,9 @@ def multiply_experts_kernel(
     OUTPUTS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Products of pairs' rows, ``[pairs, size]``, with weights ``[experts * size, depth]``.
+    """Multiply pairs' rows by weights ``[experts * size, depth]``; store ``[pairs, size]``.
 
-    The programs are tiles of outputs and tiles of pairs.
+    The grid is (tiles of outputs, tiles of pairs).
     """
     expert = tl.load(tiles + tl.program_id(1))
     if expert < 0:
@@ -257,7 +261,7 @@ def multiply_packed_experts_kernel(
     CHUNKS: tl.constexpr,
     SCALE_SUMS: tl.constexpr,
 ):
-    """The same with planes of ``stacked_size = experts * size`` outputs.
+    """Multiply pairs' rows by bit planes of ``stacked_size = experts * size`` outputs.
 
     See :mod:`.block_kernels`.
     """
@@ -296,7 +300,7 @@ def add_experts_kernel(
     HAS_FACTORS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A program adds ``BLOCK`` columns of a row's products in order, times their weights."""
+    """Sum a row's products times their weights, in order, for ``BLOCK`` columns per program."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < width

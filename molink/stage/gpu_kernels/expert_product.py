@@ -1,6 +1,6 @@
-"""Launches the kernels of :mod:`.expert_kernels`: a mixture of experts without waits for the host.
+"""Launches the kernels of :mod:`.expert_kernels` without waiting for the device.
 
-Shapes depend on the number of rows alone, so a CUDA graph captures them. Each sum has a fixed
+Shapes depend only on the number of rows, so a CUDA graph can capture them. Each sum has a fixed
 order, and a row's result doesn't depend on other rows, up to rounding.
 """
 
@@ -18,10 +18,11 @@ from molink.stage.gpu_kernels.block_product import (
     scales_sums,
 )
 
-#: Experts times pairs that one program compares at once, and pairs that one of many does.
+#: Number of (expert, pair) comparisons at once of a single program, its minimum pairs, and pairs at
+#: once of one of many programs.
 _COMPARED, _MIN_COMPARED_PAIRS = 1 << 12, 16
 _COMPARED_PAIRS = 1 << 10
-#: Columns that a program adds.
+#: Columns per program of the sum.
 _ADDED = 1024
 
 
@@ -29,9 +30,9 @@ _ADDED = 1024
 class ExpertTiles:
     """Pairs of rows and experts, sorted by expert.
 
-    ``order`` (int32 ``[pairs]``) are pairs, ``tiles`` (int32 ``[3, bound]``) an expert each, or -1
-    where there is no tile, and the first and last place, plus one, of its pairs in ``order``.
-    ``shape`` are a tile's pairs at most, with its outputs, warps and columns of a step.
+    ``order`` (int32 ``[pairs]``) lists the pairs. ``tiles`` (int32 ``[3, bound]``) has for each
+    tile its expert (-1: no tile) and the begin and end of its pairs in ``order``. ``shape`` is a
+    tile's maximum pairs, its outputs, its warps and the columns of a step.
     """
 
     order: Tensor
@@ -45,7 +46,8 @@ def choose_experts(
     """Choose experts of rows by ``logits [T, experts]``; a ``correction`` is float32 ``[experts]``.
 
     Returns weights (float32) and experts (int32), both ``[T, top_k]``, best first. A row's weights
-    are NaN if its logits are, or one of them with ``softmax``; its experts are valid nevertheless.
+    are NaN if its logits are (with ``softmax``, if any of them is); its experts are valid even
+    then.
     """
     import triton
 
@@ -85,9 +87,9 @@ def sort_by_expert(experts: Tensor, num_experts: int, rows: Tensor) -> ExpertTil
     from molink.stage.gpu_kernels.expert_kernels import sort_kernel, sort_many_kernel
 
     pairs = experts.numel()
-    # Twice the usual number of an expert's rows, which are at most all.
+    # Twice an expert's average number of rows, but at most all rows.
     shape = choose_tile(rows, min(len(experts), 2 * pairs // num_experts))
-    # Each expert with a pair has a tile that may not be full.
+    # Each expert with pairs may have one partly filled tile.
     is_few = pairs < num_experts
     bound = pairs if is_few else pairs // shape[0] + num_experts
     order = experts.new_empty(pairs)
@@ -122,7 +124,7 @@ def multiply_experts(
 ) -> Tensor:
     """Return products of each pair's row with its expert's weight, ``[pairs, out]``.
 
-    ``weight`` is ``[experts * out, in]``, in the type of ``rows`` or in planes; ``bias`` is
+    ``weight`` is ``[experts * out, in]``, in the type of ``rows`` or in bit planes; ``bias`` is
     ``[experts * out]``. ``shared`` pairs share a row of ``rows [pairs / shared, in]``.
     """
     from molink.stage.gpu_kernels.expert_kernels import (
@@ -171,10 +173,9 @@ def multiply_experts(
 
 
 def add_experts(products: Tensor, weights: Tensor, factors: Tensor | None) -> Tensor:
-    """Add ``products [T * top_k, n]`` of each row, times ``weights [T, top_k]``, in order.
+    """Sum ``products [T * top_k, n]`` of each row times ``weights [T, top_k]``, in order.
 
-    With ``factors`` (float32 ``[T * top_k, 1]``) products are multiplied by these, too, and sums
-    are float32.
+    ``factors`` (float32 ``[T * top_k, 1]``) also multiply products, and make sums float32.
     """
     from molink.stage.gpu_kernels.expert_kernels import add_experts_kernel
 

@@ -1,7 +1,7 @@
 """Row-wise operators between two products, fused into one launch each.
 
-Rows are float32, float16 or bf16; computation is in float32. Results are new tensors: a program
-that overwrote its input could read what another of its threads has written.
+Rows are float32, float16 or bf16; computation is in float32. Results are new tensors: in place, a
+thread could read values that another thread of its program has already overwritten.
 """
 
 import math
@@ -21,8 +21,8 @@ _ALPHA = tl.constexpr(SWIGLU_ALPHA)
 #: gelu by tanh is ``x · sigmoid(2 √(2/π) (x + 0.044715 x³))`` (Hendrycks and Gimpel 2016).
 _GELU = tl.constexpr(2 * math.sqrt(2 / math.pi))
 _CUBE = tl.constexpr(0.044715)
-#: Of KV in 8 bits: the scale of a greatest number, the least divisor, and what rounds small
-#: float32 to integers when added and subtracted.
+#: For 8-bit KV: the factor from the largest number to the scale, the minimum divisor, and the
+#: number that rounds small float32 to integers when added and subtracted.
 _CODE_SHARE, _TINY = tl.constexpr(1 / MAX_CODE), tl.constexpr(2.0**-126)
 _ROUNDS = tl.constexpr(1.5 * 2.0**23)
 
@@ -48,7 +48,7 @@ def add_norm_kernel(
     eps,
     BLOCK: tl.constexpr,
 ):
-    """A program computes a row; see :func:`add_and_norm`."""
+    """Compute one row per program; see :func:`add_and_norm`."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < width
@@ -57,7 +57,7 @@ def add_norm_kernel(
         added = tl.load(result + row * result_stride + at, mask=inside, other=0.0).to(tl.float32)
         if post_weight is not None:
             added = _scale_row(added, post_weight, at, inside, width, eps)
-        # The norm is that of the rounded sum, as without fusion.
+        # The norm reads the rounded sum, as without fusion.
         rounded = (value + scale * added).to(total.dtype.element_ty)
         tl.store(total + row * width + at, rounded, mask=inside)
         value = rounded.to(tl.float32)
@@ -69,7 +69,7 @@ def add_norm_kernel(
 
 @triton.jit
 def _gate_columns(source, at, width, limit, ACTIVATION: tl.constexpr):
-    """``act(gate) * up`` of columns of a row, in float32; 0 beyond its ``width``."""
+    """Compute ``act(gate) * up`` of a row's columns in float32; 0 beyond its ``width``."""
     inside = at < width
     if ACTIVATION == "clamped_swiglu":
         active = tl.load(source + 2 * at, mask=inside, other=0.0).to(tl.float32)
@@ -84,7 +84,7 @@ def _gate_columns(source, at, width, limit, ACTIVATION: tl.constexpr):
         argument = active
         if ACTIVATION == "gelu_tanh":
             argument = _GELU * active * (1 + _CUBE * active * active)
-    # The exponent is never above 0, so that no power overflows.
+    # The exponent is never positive, so that no power overflows.
     power = tl.exp(-tl.abs(argument))
     return active * (tl.where(argument < 0, power, 1.0) / (1 + power)) * up
 
@@ -93,7 +93,7 @@ def _gate_columns(source, at, width, limit, ACTIVATION: tl.constexpr):
 def gate_kernel(
     rows, gated, row_stride, width, limit, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """A program computes ``BLOCK`` columns of a row; see :func:`apply_gate`."""
+    """Compute ``BLOCK`` columns of a row per program; see :func:`apply_gate`."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     result = _gate_columns(rows + row * row_stride, at, width, limit, ACTIVATION)
@@ -112,8 +112,7 @@ def bounded_gate_kernel(
     ACTIVATION: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A program computes a row, twice: its greatest number comes first. See
-    :func:`apply_bounded_gate`."""
+    """Compute one row per program, twice: first for its maximum. See :func:`apply_bounded_gate`."""
     row = tl.program_id(0).to(tl.int64)
     source = rows + row * row_stride
     largest = tl.zeros([BLOCK], tl.float32)
@@ -130,13 +129,16 @@ def bounded_gate_kernel(
 
 @triton.jit
 def _round_to_bf16(value):
-    """Non-negative float32 that bf16 holds; a conversion might truncate, and codes exceed 127."""
+    """Round non-negative float32 to bf16's values.
+
+    A conversion might truncate, and codes would exceed 127.
+    """
     bits = value.to(tl.int32, bitcast=True)
     bits += 0x7FFF + ((bits >> 16) & 1)
     return (bits & -0x10000).to(tl.float32, bitcast=True)
 
 
-# Slots are part of a larger tensor: for each alignment there would be a kernel to compile.
+# Slots are part of a larger tensor; specialization would compile a kernel per alignment.
 @triton.jit(do_not_specialize_on_alignment=["slots"])
 def append_heads_kernel(
     heads,
@@ -167,7 +169,7 @@ def append_heads_kernel(
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A program computes ``TILE`` heads of a row; see :func:`append_heads`."""
+    """Compute ``TILE`` heads of a row per program; see :func:`append_heads`."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * TILE + tl.arange(0, TILE)
     column = tl.arange(0, BLOCK)
@@ -206,7 +208,7 @@ def append_heads_kernel(
         wide = tl.where(inside, rounded.to(tl.float32), 0.0)
         scale = _round_to_bf16(tl.max(tl.abs(wide), axis=1) * _CODE_SHARE)
         divisor = tl.maximum(scale, _TINY)[:, None]
-        # Adding rounds to the nearest integer, to even ones if halfway.
+        # The addition rounds to the nearest integer, halves to even.
         rounded = (tl.div_rn(wide, divisor) + _ROUNDS) - _ROUNDS
         at = slot // PAGE * scale_page_stride + slot % PAGE * scale_position_stride
         scale = scale.to(key_scales.dtype.element_ty)
@@ -232,8 +234,8 @@ def add_and_norm(
 ) -> tuple[Tensor, Tensor]:
     """Add ``scale * result`` to rows ``[T, n]``, and norm the sum.
 
-    Weights (float32 ``[n]``) are of the norm of ``result`` and of the sum's. What is ``None`` is
-    left out. Returns the sum in the rows' type and its norm in ``dtype``.
+    The weights (float32 ``[n]``) belong to the norm of ``result`` and to that of the sum. Parts
+    that are ``None`` are skipped. Returns the sum in the rows' type and its norm in ``dtype``.
     """
     rows, result = _lay_out(rows), None if result is None else _lay_out(result)
     count, width = rows.shape
@@ -281,10 +283,10 @@ def apply_gate(rows: Tensor, activation: Activation, limit: float) -> Tensor:
 def apply_bounded_gate(
     rows: Tensor, activation: Activation, limit: float, bound: float
 ) -> tuple[Tensor, Tensor]:
-    """As :func:`apply_gate`, but divide each row by a factor so that no number is beyond
-    ``bound``.
+    """Apply a gate, and divide each row by a factor so that no magnitude exceeds ``bound``.
 
-    Returns also the factors, float32 ``[T, 1]``; they are at least 1.
+    Arguments are as in :func:`apply_gate`. Returns the rows and the factors, float32 ``[T, 1]``,
+    which are at least 1.
     """
     rows = _lay_out(rows)
     count, width = rows.shape[0], rows.shape[1] // 2
@@ -317,12 +319,12 @@ def append_heads(
 ) -> Tensor:
     """Norm and rotate queries and keys of ``heads``, and store keys and values in ``pages``.
 
-    ``heads`` are ``[T, n, head_dim]``: queries, keys, values. ``weight`` (float32) is that of the
-    norm of each query and key. ``angles`` and ``slots`` are as in
-    :class:`~molink.stage.decoder.mixer.ForwardContext`, ``pages`` and ``scales`` are the layer's
-    of a :class:`~molink.stage.kv_pool.KVPool`; with scales, rows are quantized as by
-    :func:`~molink.stage.kv_quantizer.quantize_rows`. Without a weight or angles that part is left
-    out. Returns all heads.
+    ``heads`` are ``[T, n, head_dim]``: queries, keys, values. ``weight`` (float32) has the norm
+    weights of each query and key. ``angles`` and ``slots`` are as in
+    :class:`~molink.stage.decoder.mixer.ForwardContext`, ``pages`` and ``scales`` belong to the
+    layer of a :class:`~molink.stage.kv_pool.KVPool`; with scales, rows are quantized as by
+    :func:`~molink.stage.kv_quantizer.quantize_rows`. Without a weight or angles, that step is
+    skipped. Returns all heads.
     """
     heads = _lay_out(heads)
     count, members, size = heads.shape
@@ -360,5 +362,5 @@ def append_heads(
 
 
 def _lay_out(rows: Tensor) -> Tensor:
-    """Rows whose elements are contiguous."""
+    """Return rows whose elements are contiguous."""
     return rows if rows.stride(-1) == 1 else rows.contiguous()

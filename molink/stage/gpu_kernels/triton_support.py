@@ -1,4 +1,4 @@
-"""Whether Triton can be used here; it isn't needed on CPUs."""
+"""Detects whether Triton can be used; CPUs don't need it."""
 
 import importlib.util
 import os
@@ -9,10 +9,10 @@ from pathlib import Path
 
 
 def find_triton_problem() -> str:
-    """Why Triton can't compile kernels here; empty if it can.
+    """Explain why Triton can't compile kernels on this PC; empty if it can.
 
-    On Linux it builds its launcher with the PC's C compiler and Python's headers;
-    ``triton-windows`` brings both.
+    On Linux Triton builds its launcher with the PC's C compiler and Python's headers;
+    ``triton-windows`` includes both.
     """
     if importlib.util.find_spec("triton") is None:
         return "it is not installed"
@@ -26,7 +26,7 @@ def find_triton_problem() -> str:
 
 
 def describe_triton() -> str:
-    """Triton's version, or why it can't be used."""
+    """Return Triton's version, or why it can't be used."""
     problem = find_triton_problem()
     if problem:
         return f"no Triton: {problem}"
@@ -38,5 +38,5 @@ def describe_triton() -> str:
 
 
 def is_interpreted() -> bool:
-    """Whether kernels run in Triton's interpreter, on the CPU; for tests."""
+    """Whether kernels run in Triton's interpreter on the CPU, as in tests."""
     return os.environ.get("TRITON_INTERPRET") == "1"

@@ -1,4 +1,4 @@
-"""Shapes to which decode steps are padded, and the policy of capturing them.
+"""Shapes to which decode steps are padded, and the policy for capturing them.
 
 A graph replays fixed work on fixed memory, so row counts and block table widths are padded to
 buckets; padding rows use the padding block. Graphs are captured while a stage is idle, one at a
@@ -12,17 +12,17 @@ from typing import Literal
 
 from molink.stage.batch import SequenceRows
 
-#: How to run a step; ``capture`` captures the graph first, although requests wait.
+#: How to run a step; ``capture`` captures its graph first, although requests wait.
 GraphAction = Literal["eager", "capture", "replay"]
 
 #: Positions of the narrowest block table.
 _MIN_POSITIONS = 256
 #: Runs of a bucket before a graph is worth capturing.
 MIN_RUNS_BEFORE_CAPTURE = 1
-#: Runs after which a busy stage captures a graph at once: by then launches have cost more than the
-#: pause.
+#: Runs after which a busy stage captures a graph immediately, since launches have by then cost more
+#: than the pause.
 MAX_RUNS_BEFORE_CAPTURE = 256
-#: Rows and positions to capture before any step was seen.
+#: Rows and positions to capture before any step has run.
 _EXPECTED_SHAPES = ((1, 512), (2, 256), (4, 256), (1, 1024), (8, 256))
 #: Minimum charge per graph, so that the budget also bounds their number.
 _MIN_GRAPH_BYTES = 1 << 20
@@ -39,10 +39,10 @@ class GraphBucket:
 class GraphPlan:
     """Decides how each step runs, and which graph to capture within ``budget`` bytes.
 
-    Graphs have up to ``max_rows`` rows. With ``context`` each one takes requests of up to that many
-    positions, since attention reads only the pages that a step has; longer steps run eagerly.
-    Without it, the tables of a graph are as wide as its steps need. A request may have up to
-    ``max_drafts`` drafts in a step; each is one of its rows.
+    Graphs have up to ``max_rows`` rows. With ``context`` every graph accepts requests of up to that
+    many positions, since attention reads only a step's own pages; longer requests run eagerly.
+    Without it, a graph's block tables are as wide as its steps need. A request may have up to
+    ``max_drafts`` drafts in a step, each in its own row.
     """
 
     def __init__(
@@ -59,12 +59,13 @@ class GraphPlan:
         #: Captured buckets, and whether their graph is faster.
         self._is_faster: dict[GraphBucket, bool] = {}
         self._is_disabled = False
-        #: Bytes of graphs so far.
+        #: Bytes of all captured graphs.
         self.nbytes = 0
 
     def find_bucket(self, sequences: Sequence[SequenceRows]) -> GraphBucket | None:
-        """Bucket of a step; ``None`` if it has adapters, or too many rows, in all or of one
-        request.
+        """Find a step's bucket; ``None`` if it must run eagerly.
+
+        That holds for steps with adapters or too many rows, in total or per request.
         """
         rows = sum(sequence.count for sequence in sequences)
         if self._is_disabled or rows > self.max_rows:
@@ -77,14 +78,14 @@ class GraphPlan:
         return self.make_bucket(rows, longest)
 
     def make_bucket(self, rows: int, positions: int) -> GraphBucket:
-        """Bucket of decode steps with ``rows`` rows and up to ``positions`` positions."""
+        """Return the bucket of decode steps of ``rows`` rows and up to ``positions`` positions."""
         if self._context is not None:
             return GraphBucket(row_bucket(rows), -(-self._context // self._block_size))
         blocks = -(-max(positions, _MIN_POSITIONS) // self._block_size)
         return GraphBucket(row_bucket(rows), block_bucket(blocks))
 
     def typical_blocks(self, bucket: GraphBucket) -> int:
-        """Blocks of a typical request of this bucket."""
+        """Return the number of blocks of a typical request in this bucket."""
         usual = -(-_MIN_POSITIONS // self._block_size)
         return bucket.blocks if self._context is None else min(usual, bucket.blocks)
 
@@ -100,7 +101,7 @@ class GraphPlan:
         )
 
     def next_bucket(self) -> GraphBucket | None:
-        """Bucket to capture next: the most frequent, else an expected one."""
+        """Choose the bucket to capture next: the most frequent, or an expected one."""
         if self._is_disabled or not self._has_room:
             return None
         seen = (
@@ -133,7 +134,7 @@ class GraphPlan:
 
 
 def split_rows(sequences: Sequence[SequenceRows]) -> list[SequenceRows]:
-    """The rows of a step one by one; drafts share their request's blocks."""
+    """Split a step into single rows; drafts share their request's blocks."""
     return [
         one
         if one.count == 1
@@ -144,7 +145,7 @@ def split_rows(sequences: Sequence[SequenceRows]) -> list[SequenceRows]:
 
 
 def row_bucket(rows: int) -> int:
-    """Round up to 1, 2, 4, 8, a multiple of 8, or beyond 64 of 32."""
+    """Round up to 1, 2, 4, 8, a multiple of 8, or (beyond 64) a multiple of 32."""
     if rows <= 8:
         return 1 << (rows - 1).bit_length()
     multiple = 8 if rows <= 64 else 32
@@ -152,7 +153,7 @@ def row_bucket(rows: int) -> int:
 
 
 def block_bucket(blocks: int) -> int:
-    """Round up to a power of two, or halfway between two of them."""
+    """Round up to a power of two, or to the middle between two of them."""
     above = 1 << (blocks - 1).bit_length()
     between = above // 4 * 3
     return between if above >= 4 and blocks <= between else above

@@ -1,4 +1,4 @@
-"""Captures work on a CUDA device as graphs."""
+"""Captures work on a CUDA device as CUDA graphs."""
 
 import time
 from collections.abc import Callable
@@ -26,7 +26,7 @@ class GraphCapturer(Protocol):
     def capture_work(self, work: GraphWork, max_bytes: int) -> GraphWork | None:
         """Return a replay of ``work``; ``None`` if it would keep more than ``max_bytes``.
 
-        Its memory must not move, and it must not wait for the device.
+        The work's memory must not move, and it must not wait for the device.
         """
 
     def time_work(self, work: Callable[[], object]) -> float:
@@ -34,7 +34,7 @@ class GraphCapturer(Protocol):
 
 
 class CudaGraphCapturer:
-    """Captures on one device. All graphs share a memory pool, so only one may run at a time."""
+    """Captures graphs on one device. They share a memory pool, so only one may run at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -49,7 +49,7 @@ class CudaGraphCapturer:
         return self._nbytes
 
     def capture_work(self, work: GraphWork, max_bytes: int) -> GraphWork | None:
-        """See :class:`GraphCapturer`; it is run twice before, so that libraries are ready."""
+        """See :class:`GraphCapturer`; runs ``work`` twice before, to initialize libraries."""
         self._nbytes = 0
         with torch.cuda.device(self._device):
             current = torch.cuda.current_stream(self._device)
@@ -66,14 +66,15 @@ class CudaGraphCapturer:
                 # After a failure, its memory may be reused at once.
                 current.wait_stream(self._stream)
                 torch.cuda.synchronize(self._device)
-                # The capture empties the cache, too; that must not count.
+                # The capture also empties the cache, which must not count.
                 torch.cuda.empty_cache()
             if needed is None or needed - self._pool_bytes > max_bytes:
                 return None
             free, _ = torch.cuda.mem_get_info(self._device)
             reserved = torch.cuda.memory_reserved(self._device)
             graph = torch.cuda.CUDAGraph()
-            # Other threads may use CUDA meanwhile. A failed capture would leave its stream current.
+            # Other threads may use CUDA meanwhile. A failed capture would leave its stream as the
+            # current one.
             with (
                 torch.cuda.stream(current),
                 torch.cuda.graph(
@@ -90,15 +91,14 @@ class CudaGraphCapturer:
         return replay
 
     def _measure_peak_bytes(self, work: GraphWork) -> int:
-        """Peak bytes that ``work`` allocates."""
+        """Measure the peak bytes that ``work`` allocates."""
         torch.cuda.reset_peak_memory_stats(self._device)
         before = torch.cuda.memory_allocated(self._device)
         work()
         return torch.cuda.max_memory_allocated(self._device) - before
 
     def time_work(self, work: Callable[[], object]) -> float:
-        """See :class:`GraphCapturer`; the quickest of a few runs after one that takes its
-        memory."""
+        """See :class:`GraphCapturer`; takes the fastest run after one that allocates memory."""
         work()
         taken = []
         for _ in range(_TIMED_RUNS):
@@ -112,6 +112,6 @@ class CudaGraphCapturer:
 
 @cache
 def _stream_for(device: torch.device) -> torch.cuda.Stream:
-    """One stream for all captures: cuBLAS never frees a stream's workspace."""
+    """Return the single stream for all captures, since cuBLAS never frees a stream's workspace."""
     stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     return stream

@@ -1,9 +1,9 @@
 """Runs decode steps as CUDA graphs.
 
-With few rows a GPU computes a layer faster than Python launches its kernels. A graph takes a step's
-numbers and rows in one copy. It embeds tokens at the first stage; at the last one it returns logits
-and the likeliest tokens, unless it has many rows: their logits would take much memory, and a
-GPU that computes so many rows is not waiting for the host.
+With few rows a GPU computes a layer faster than Python launches its kernels. A graph receives a
+step's numbers and rows in one copy. At the first stage it embeds tokens. At the last stage it
+returns logits and the likeliest tokens, unless it has many rows: their logits would take much
+memory, and a GPU that computes many rows does not wait for the host.
 """
 
 import logging
@@ -28,10 +28,10 @@ from molink.stage.torch_dtypes import residual_dtype
 
 log = logging.getLogger(__name__)
 
-#: Tolerance of a graph's rows, relative to what the layers add: padding reorders 16-bit sums.
+#: Tolerance of a graph's rows, relative to the change by the layers: padding reorders 16-bit sums.
 TOLERANCE = 0.05
 _MIN_CHANGE = 1e-6
-#: Bytes to which parts of the input are aligned, for Triton's kernels.
+#: Alignment of the input's parts in bytes, for Triton's kernels.
 _ALIGNMENT = 16
 
 
@@ -39,10 +39,10 @@ _ALIGNMENT = 16
 class _CapturedGraph:
     """A captured bucket of ``rows`` rows with its static buffers.
 
-    ``numbers`` (uint8) holds the rows of the stage before, if any, then slots, tokens at the first
-    stage, and indices into each of ``angles`` (int64 ``[rows]`` each), and the tables of
-    ``attention``; each of the three begins at a multiple of 16 bytes. ``output`` are logits if
-    there is ``greedy``, else rows.
+    ``numbers`` (uint8) has three parts, each aligned to 16 bytes: the rows of the previous stage,
+    if any; slots, tokens (at the first stage) and indices into each of ``angles``, all int64
+    ``[rows]``; and the tables of ``attention``. ``output`` has logits if ``greedy`` is set,
+    otherwise rows.
     """
 
     rows: int
@@ -71,19 +71,19 @@ class DecodeGraphs:
         #: cuBLAS workspaces that other graphs of its stream use.
         self._unused_replays: list[GraphWork] = []
         config, rows, device = layers.decoder.config, row_bucket(plan.max_rows), self._device
-        #: Output buffers that all graphs share; residual rows at the last stage.
+        #: Output buffers shared by all graphs; residual rows at the last stage.
         self._output = torch.zeros(
             rows,
             config.hidden_size,
             dtype=residual_dtype(layers.dtype) if layers.is_last else layers.wire_dtype,
             device=device,
         )
-        # Rows from which tokens are predicted have to stay.
+        # With an MTP layer, rows must be kept for the prediction.
         has_logits = layers.is_last and not layers.has_mtp
         rows = min(rows, GRAPH_LOGIT_ROWS) if has_logits else 0
         self._logits = torch.zeros(rows, config.vocab_size, device=device)
         self._greedy = torch.zeros(rows, 2, dtype=torch.int64, device=device)
-        #: Input, which graphs share where it fits.
+        #: Input buffer, shared by graphs whose input fits.
         self._numbers = torch.zeros(0, dtype=torch.uint8, device=device)
         self._staging = StagingBuffer(device)
 
@@ -125,7 +125,7 @@ class DecodeGraphs:
         return False
 
     def _make_dummy_step(self, bucket: GraphBucket) -> LocatedRows:
-        """A step of a bucket that touches the padding block only.
+        """Make a step of a bucket that touches only the padding block.
 
         Rows that write to the same slot are equal, so their order doesn't matter.
         """
@@ -187,7 +187,7 @@ class DecodeGraphs:
             log.exception("CUDA graphs disabled: a capture failed")
             self._disable_graphs()
             return False
-        # NaN fails, too.
+        # NaN also fails.
         if not error <= TOLERANCE:
             log.warning("CUDA graphs are off by %g on this device and are disabled", error)
             self._disable_graphs()
@@ -205,7 +205,7 @@ class DecodeGraphs:
         return faster
 
     def _measure_error(self, found: Tensor, plain: Tensor, step: LocatedRows) -> float:
-        """Error of rows relative to what the layers add, or of logits relative to themselves."""
+        """Measure the error of rows relative to the layers' change, or of logits to themselves."""
         is_last = self._layers.is_last
         before = torch.zeros_like(plain) if is_last else self._layers.embed_batch(step.batch)
         return _relative_error(found.float(), plain.float(), before)
@@ -216,10 +216,10 @@ class DecodeGraphs:
         self._unused_replays.clear()
 
     def _prepare_graph(self, bucket: GraphBucket) -> _CapturedGraph | None:
-        """Prepare static buffers; ``replay`` is still the eager work. ``None`` if angles need more
-        than tables.
+        """Prepare static buffers; ``replay`` is still the eager work.
 
-        Masks are derived inside the graph, where a kernel costs no launch.
+        ``None`` if angles don't come from tables alone. Masks are derived inside the graph, where a
+        kernel costs no launch.
         """
         layers, rows, hidden = self._layers, bucket.rows, self._output.shape[1]
         found = [rope.grow_table(bucket.blocks * self._pool.block_size) for rope in layers.ropes]
@@ -263,9 +263,12 @@ class DecodeGraphs:
         return _CapturedGraph(rows, numbers, tables, output, greedy, fixed, work)
 
     def _reserve_numbers(self, nbytes: int) -> Tensor:
-        """The buffer of numbers; a larger one if it is too small. Only one graph runs at a time."""
+        """Return the buffer of numbers, replaced by a larger one if too small.
+
+        Graphs can share it, since only one runs at a time.
+        """
         if len(self._numbers) < nbytes:
-            # Doubled, so that all buffers together are at most twice the largest.
+            # Sizes double, so that all buffers together are at most twice the largest.
             size = 1 << (nbytes - 1).bit_length()
             self._numbers = torch.zeros(size, dtype=torch.uint8, device=self._device)
         return self._numbers
@@ -296,7 +299,7 @@ def _align(nbytes: int) -> int:
 
 
 def _pad_hidden(hidden: Tensor, dtype: torch.dtype, missing: int) -> Iterator[memoryview]:
-    """Bytes of rows ``[T, hidden]`` in ``dtype`` and of ``missing`` more, which are zeros."""
+    """Return the bytes of rows ``[T, hidden]`` in ``dtype``, then of ``missing`` rows of zeros."""
     rows = hidden.to("cpu", dtype).contiguous().view(torch.uint8)
     yield rows.numpy().data
     nbytes = missing * rows.shape[1]
@@ -304,7 +307,7 @@ def _pad_hidden(hidden: Tensor, dtype: torch.dtype, missing: int) -> Iterator[me
 
 
 def _relative_error(found: Tensor, plain: Tensor, before: Tensor) -> float:
-    """Greatest difference to eager rows, relative to the layers' largest change.
+    """Return the largest difference from eager rows, relative to the layers' largest change.
 
     NaN if only the graph's rows have NaN; rows that are NaN in both are ignored.
     """

@@ -1,9 +1,10 @@
-"""Accepts drafts that would have been sampled anyway.
+"""Accepts the drafts that sampling itself would have chosen.
 
-Each row of a slice with drafts is sampled as if alone, with its own position and random number,
-assuming that all earlier drafts are right. Tokens are valid up to the first that differs from its
-draft. Outputs therefore equal those without drafts, and need no probability correction (as in
-Leviathan et al., "Fast Inference from Transformers via Speculative Decoding", §2.3).
+Each row of a slice with drafts is sampled independently, with its own position and random number,
+assuming that all earlier drafts are right. Tokens are valid up to and including the first that
+differs from its draft. Outputs therefore equal those without drafts, and need no probability
+correction (as in Leviathan et al., "Fast Inference from Transformers via Speculative Decoding",
+§2.3).
 """
 
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ def sample_rows(
     history: TokenHistory,
     allowed: Sequence[bytes] | None = None,
 ) -> list[SampleRow]:
-    """Sampling inputs of a slice: its last row, or the rows of its drafts and the one before.
+    """Return a slice's sampling inputs: its last row, or the rows of its drafts and the row before.
 
     ``allowed`` has each row's allowed tokens, if restricted.
     """
@@ -36,7 +37,7 @@ def sample_rows(
 
 
 def find_certain_tokens(masks: Sequence[bytes], vocabulary: int) -> list[int]:
-    """The only token of each mask; -1 if there are several, none, or one beyond the vocabulary."""
+    """Return each mask's only token; -1 for several, none, or one beyond the vocabulary."""
     wholes = (int.from_bytes(mask, "little") for mask in masks)
     found = [whole.bit_length() - 1 if whole.bit_count() == 1 else -1 for whole in wholes]
     return [token if token < vocabulary else -1 for token in found]
@@ -45,7 +46,7 @@ def find_certain_tokens(masks: Sequence[bytes], vocabulary: int) -> list[int]:
 def accept_tokens(
     drawn: Sequence[SampledToken | None], drafts: Sequence[int]
 ) -> list[SampledToken]:
-    """Tokens up to the first that contradicts its draft.
+    """Return tokens up to and including the first that contradicts its draft.
 
     Empty if the first row is unusable; later unusable rows are retried.
     """

@@ -1,4 +1,4 @@
-"""top_k, top_p and min_p as a logit threshold per row.
+"""Computes top_k, top_p and min_p as one logit threshold per row.
 
 Semantics are Hugging Face's in the order top_k, top_p, min_p, except that ties with the last kept
 token are kept, so that results don't depend on how a device breaks ties.
@@ -108,10 +108,10 @@ def is_filtered(sampling_params: SamplingParams, vocabulary: int) -> bool:
 def find_cutoff(
     likeliest: Tensor, totals: Tensor, filters: SamplingFilters
 ) -> tuple[Tensor, Tensor]:
-    """Smallest kept logit ``[n, 1]``, and whether ``likeliest`` has all kept tokens ``[n]``.
+    """Return the smallest kept logit ``[n, 1]``, and whether it is valid ``[n]``.
 
-    ``likeliest`` ``[n, c]`` are each row's largest logits in descending order; ``totals`` ``[n,
-    1]`` are sums of all weights, used where :func:`needs_total`. A threshold is valid only if
+    ``likeliest`` ``[n, c]`` has each row's largest logits in descending order; ``totals`` ``[n,
+    1]`` are sums of all weights, used if :func:`needs_total`. A threshold is valid only if
     ``likeliest`` has all kept tokens.
     """
     greatest, edge = likeliest[:, :1], likeliest[:, -1:]
@@ -136,5 +136,5 @@ def find_cutoff(
 
 
 def weigh_logits(logits: Tensor, greatest: Tensor, filters: SamplingFilters) -> Tensor:
-    """Weights (float64) of logits ``[rows, vocab]`` relative to the greatest ``[rows, 1]``."""
+    """Return float64 weights of logits ``[rows, vocab]`` relative to the largest ``[rows, 1]``."""
     return (logits.double() - greatest).div_(filters.temperatures).exp_()

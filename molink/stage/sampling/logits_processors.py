@@ -23,8 +23,8 @@ from molink.wire.messages.data_plane import SamplingParams
 class SampleRow:
     """Sampling inputs of one row of logits.
 
-    ``position`` is that of the sampled token. ``history`` is needed only with penalties.
-    ``allowed`` is a bit mask of tokens, lowest bit first; ``None`` = all.
+    ``position`` is the sampled token's. ``history`` is needed only with penalties. ``allowed`` is a
+    bit mask of tokens, lowest bit first; ``None`` = all.
     """
 
     sampling_params: SamplingParams
@@ -43,7 +43,7 @@ def apply_penalties(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
     if penalties is None and biases is None:
         return logits
     changed = logits.clone(memory_format=torch.contiguous_format)
-    # A flat index is several times faster on a CPU than a pair.
+    # A flat index is several times faster on a CPU than a pair of indices.
     flat = changed.view(-1)
     if penalties is not None:
         where, factors, amounts = (upload_tensor(part, logits.device) for part in penalties)
@@ -58,7 +58,7 @@ def apply_penalties(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
 def _collect_penalties(
     rows: Sequence[SampleRow], vocabulary: int
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Flat indices of penalized logits, their divisors and subtrahends."""
+    """Collect flat indices of penalized logits, their divisors and subtrahends."""
     found = [
         (index, row.sampling_params, row.history.token_entries(vocabulary))
         for index, row in enumerate(rows)
@@ -79,7 +79,7 @@ def _collect_penalties(
 
 
 def _collect_biases(rows: Sequence[SampleRow], vocabulary: int) -> tuple[Tensor, Tensor] | None:
-    """Flat indices of biased logits, and their biases."""
+    """Collect flat indices of biased logits, and their biases."""
     found = {
         index * vocabulary + token: bias
         for index, row in enumerate(rows)
@@ -113,7 +113,7 @@ def apply_masks(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
 
 
 def _mask_bytes(masks: Sequence[bytes], vocabulary: int) -> Tensor:
-    """Masks as bytes ``[m, V / 8]``, padded with zeros."""
+    """Return masks as bytes ``[m, V / 8]``, padded with zeros."""
     size = -(-vocabulary // _BITS)
     found = np.zeros((len(masks), size), np.uint8)
     for row, mask in zip(found, masks, strict=True):
@@ -124,6 +124,6 @@ def _mask_bytes(masks: Sequence[bytes], vocabulary: int) -> Tensor:
 
 @cache
 def _bias_table(device: torch.device) -> Tensor:
-    """What each mask byte adds to eight logits, ``[256, 8]``: 0 or -inf."""
+    """Return what each mask byte adds to eight logits (0 or -inf): ``[256, 8]``."""
     bits = torch.arange(1 << _BITS)[:, None] >> torch.arange(_BITS) & 1
     return torch.zeros(bits.shape).masked_fill(bits == 0, -math.inf).to(device)

@@ -1,8 +1,8 @@
 """Samples tokens for all rows of a step.
 
-After penalties, biases and masks come temperature and filters; then one number per row, a function
-of (seed, position), picks from the cumulative distribution over kept tokens in id order. Logprobs
-are of the raw logits, as in vLLM.
+Penalties, biases and masks are applied first, then temperature and filters. Then one random number
+per row, a function of (seed, position), picks a token from the cumulative distribution over kept
+tokens in id order. Logprobs are of the raw logits, as in vLLM.
 """
 
 import math
@@ -41,10 +41,10 @@ def sample_tokens(
 ) -> list[SampledToken | None]:
     """Sample a token per row of ``logits`` (float32 ``[n, V]``, not modified).
 
-    Greedy at temperature 0, with ties to the lowest id. ``greedy`` is the logits'
-    :func:`~molink.stage.sampling.greedy.find_greedy`, if known. ``None`` if a row has NaN or
-    infinity, or allows no token. Waits for a GPU once, or twice if a row's likeliest tokens don't
-    suffice.
+    Temperature 0 is greedy, with ties to the lowest id. ``greedy`` is the result of
+    :func:`~molink.stage.sampling.greedy.find_greedy` for these logits, if known. A row's token is
+    ``None`` if the row has NaN or infinity, or allows no token. Waits for a GPU once, or twice if a
+    row's likeliest tokens don't suffice.
     """
     if not rows:
         return []
@@ -71,7 +71,7 @@ def sample_tokens(
         for index, token in late.items():
             picked[index] = token
     found = {} if reports is None else reports.read_tokens(picked, late, parts)
-    # A copy that never arrived is not a token.
+    # A copy that never arrived has no token.
     return [
         found.get(index, SampledToken(token)) if usable[index] == 1 and token >= 0 else None
         for index, token in enumerate(picked)
@@ -81,7 +81,7 @@ def sample_tokens(
 def _draw_tokens(
     final: Tensor, finite: Tensor, rows: Sequence[SampleRow], random: list[int]
 ) -> TokenDraws:
-    """Draws for rows that aren't greedy; non-finite rows count as zeros."""
+    """Prepare draws for rows that aren't greedy; non-finite rows count as zeros."""
     if final.device.type != "cpu" or not bool(finite.all()):
         final = final.masked_fill(~finite[:, None], 0.0)
     noise = [uniform_noise(rows[i].sampling_params.seed, rows[i].position) for i in random]
@@ -89,7 +89,7 @@ def _draw_tokens(
 
 
 def _known_ids(params: SamplingParams, vocabulary: int) -> list[int]:
-    """Tokens of ``logprob_token_ids`` within the vocabulary, each once."""
+    """Return the tokens of ``logprob_token_ids`` within the vocabulary, without duplicates."""
     return [token for token in dict.fromkeys(params.logprob_token_ids) if token < vocabulary]
 
 
@@ -130,9 +130,9 @@ class _LogprobReports:
     def read_tokens(
         self, picked: Sequence[int], late: Collection[int], parts: Sequence[Tensor]
     ) -> dict[int, SampledToken]:
-        """Build tokens with logprobs from downloaded ``parts``: own, values and ids.
+        """Build tokens with logprobs from downloaded ``parts``: own logprobs, top values and ids.
 
-        Rows sampled ``late`` need another read.
+        Rows sampled ``late`` need another download.
         """
         own, values, ids = (part.tolist() for part in parts)
         late_rows = [slot for slot, index in enumerate(self.rows) if index in late]

@@ -1,7 +1,7 @@
-"""Draws tokens from filtered logits, among the likeliest if they include all kept tokens.
+"""Draws tokens from filtered logits, among the likeliest ones if these include all kept tokens.
 
 A number in [0, 1) per row picks from the cumulative distribution over kept tokens in id order. The
-method depends on the row alone, never on others in the step.
+method depends on the row alone, never on other rows of the step.
 """
 
 import math
@@ -29,7 +29,7 @@ from molink.wire.messages.data_plane import SamplingParams
 _CANDIDATE_COUNTS = (64, 4096, 32768)
 #: Logits processed at once on a CPU, to stay in cache.
 _MAX_CPU_LOGITS = 1 << 18
-#: 52 bits of noise keep its product with a sum below that sum; so does this factor.
+#: Factor that keeps a product with a sum below the sum, as 52-bit noise does.
 _BELOW_ONE = 1.0 - 2.0**-52
 _LOG2_E = math.log2(math.e)
 
@@ -37,7 +37,7 @@ _LOG2_E = math.log2(math.e)
 class TokenDraws:
     """Draws a token per row of finite logits (float32 ``[n, V]``) with its ``noise``.
 
-    First on the device without waiting, then the rows that this left open.
+    Draws on the device without waiting first, and then for rows that remain open.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class TokenDraws:
         self._totals = _total_weights(logits, params_of_rows, self._filters)
 
     def draw_candidates(self) -> tuple[Tensor, Tensor]:
-        """Tokens ``[n]``, and whether each is final, 0 or 1."""
+        """Return tokens ``[n]``, and whether each is final (0 or 1)."""
         by_size: dict[int, list[int]] = {}
         for row, filtered in enumerate(self._filtered):
             size = self._num_candidates(row) if filtered else -1
@@ -80,7 +80,7 @@ class TokenDraws:
         return tokens, settled
 
     def draw_remaining(self, rows: list[int]) -> dict[int, int]:
-        """Tokens of rows whose likeliest tokens didn't suffice."""
+        """Draw tokens of rows whose likeliest tokens didn't suffice."""
         found: dict[int, int] = {}
         for size in self._candidate_counts:
             tried = [row for row in rows if row not in found and self._num_candidates(row) < size]
@@ -95,11 +95,11 @@ class TokenDraws:
         return found
 
     def _num_candidates(self, row: int) -> int:
-        """Number of likeliest tokens to try first; 0 = all."""
+        """Choose the number of likeliest tokens to try first; 0 = all."""
         return next((size for size in self._candidate_counts if self._top_k[row] < size), 0)
 
     def _draw_likeliest(self, rows: list[int], size: int) -> tuple[Tensor, Tensor]:
-        """Tokens ``[n]`` among the likeliest, and whether these include all kept tokens."""
+        """Draw tokens ``[n]`` among the likeliest, and whether these include all kept ones."""
         few = self._filters.select_rows(rows)
         values, ids = _find_likeliest(gather_rows(self._logits, rows), size)
         threshold, enough = find_cutoff(values, gather_rows(self._totals, rows), few)
@@ -107,7 +107,7 @@ class TokenDraws:
         return tokens, enough.to(tokens.dtype)
 
     def _draw_all(self, rows: list[int], filtered: bool) -> Tensor:
-        """Tokens ``[n]`` among all."""
+        """Draw tokens ``[n]`` among all."""
         part, few = gather_rows(self._logits, rows), self._filters.select_rows(rows)
         edge: Tensor | None = None
         if filtered:
@@ -130,12 +130,12 @@ def _split_rows(rows: list[int], logits: Tensor) -> list[list[int]]:
 
 
 def _find_likeliest(logits: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Largest logits of each row in descending order, and their ids, ``[n, size]`` each."""
+    """Find each row's largest logits in descending order, and their ids, ``[n, size]`` each."""
     maxima = block_maxima(logits)
     if maxima is None or 4 * size * BLOCK_TOKENS > logits.shape[1]:
         values, ids = logits.topk(size, dim=-1)
         return values, ids
-    # They are in the blocks with the greatest maxima.
+    # They lie in the blocks with the largest maxima.
     blocks = maxima.topk(size, dim=-1).indices[:, :, None]
     chosen = logits.view(len(logits), -1, BLOCK_TOKENS).gather(
         1, blocks.expand(-1, -1, BLOCK_TOKENS)
@@ -148,7 +148,7 @@ def _find_likeliest(logits: Tensor, size: int) -> tuple[Tensor, Tensor]:
 def _total_weights(
     logits: Tensor, params_of_rows: Sequence[SamplingParams], filters: SamplingFilters
 ) -> Tensor:
-    """Sums of all weights ``[n, 1]``, for rows that need them."""
+    """Sum all weights, ``[n, 1]``, of rows that need the sum."""
     totals = filters.numbers.new_zeros(len(params_of_rows), 1)
     needed = [i for i, s in enumerate(params_of_rows) if needs_total(s, logits.shape[1])]
     for rows in _split_rows(needed, logits):
@@ -183,14 +183,14 @@ def _draw_wide(logits: Tensor, threshold: Tensor | None, filters: SamplingFilter
     index = blocks[:, :, None].expand(-1, -1, BLOCK_TOKENS)
     block = weights.view(len(weights), -1, BLOCK_TOKENS).gather(1, index)[:, 0].double()
     within = block.cumsum(dim=-1)
-    # A block's float32 sum differs from its float64 tokens, so scale to a fraction.
+    # A block's float32 sum differs from the float64 sum of its tokens, so scale to a fraction.
     parts = ((aims - before) / sums.gather(1, blocks)).clamp(0.0, _BELOW_ONE)
     places = torch.searchsorted(within, within[:, -1:] * parts, right=True)
     return (blocks * BLOCK_TOKENS + places).flatten()
 
 
 def _weigh_all(logits: Tensor, filters: SamplingFilters) -> Tensor:
-    """Float32 weights of all logits relative to the greatest, padded to whole blocks."""
+    """Return float32 weights of all logits relative to the largest, padded to whole blocks."""
     scales = (_LOG2_E / filters.temperatures).to(logits.dtype)
     relative = logits - logits.amax(dim=-1, keepdim=True)
     ends = -logits.shape[1] % BLOCK_TOKENS
@@ -201,7 +201,7 @@ def _weigh_all(logits: Tensor, filters: SamplingFilters) -> Tensor:
 
 
 def _block_sums(weights: Tensor) -> Tensor:
-    """Float64 sums ``[n, blocks]`` of blocks that are summed in float32."""
+    """Return float64 ``[n, blocks]`` sums of blocks, each summed in float32."""
     return weights.view(len(weights), -1, BLOCK_TOKENS).sum(dim=-1).double()
 
 
@@ -210,10 +210,10 @@ _BITS = 52
 
 
 def uniform_noise(seed: int, position: int) -> float:
-    """Random number in [0, 1) for the token at ``position`` of a request with ``seed``.
+    """Return a random number in [0, 1) for the token at ``position`` of a request with ``seed``.
 
-    A pure function, equal on all devices, with 52 bits, so that its product with a sum stays below
-    that sum.
+    A pure function, equal on all devices. It has 52 bits, so that its product with a sum stays
+    below the sum.
     """
     digest = blake2b(_KEY.pack(seed, position), digest_size=8, person=b"molink-noise").digest()
     return (int.from_bytes(digest, "little") >> (64 - _BITS)) / float(1 << _BITS)

@@ -1,4 +1,4 @@
-"""A request's tokens, in the form that penalties need."""
+"""A request's tokens in the form that penalties need."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -10,7 +10,7 @@ _FIRST_CAPACITY = 64
 
 
 class TokenHistory:
-    """Distinct tokens of a request, and how often its output has each.
+    """Distinct tokens of a request, and how often each occurs in its output.
 
     It is updated incrementally. Negative ids are ignored.
     """
@@ -37,7 +37,7 @@ class TokenHistory:
         self._times[places] += torch.tensor(list(counts.values()), dtype=torch.float32)
 
     def with_token(self, token: int) -> "TokenHistory":
-        """A copy with one more output ``token``."""
+        """Return a copy with one more output ``token``."""
         other = TokenHistory()
         other._indices, other._max_id = dict(self._indices), self._max_id
         other._ids, other._times = self._ids.clone(), self._times.clone()
@@ -46,11 +46,11 @@ class TokenHistory:
 
     @property
     def token_counts(self) -> dict[int, int]:
-        """Output count of each token; 0 if it is only in the prompt."""
+        """Output count of each token; 0 for tokens only in the prompt."""
         return {token: int(self._times[place]) for token, place in self._indices.items()}
 
     def token_entries(self, vocabulary: int) -> tuple[Tensor, Tensor]:
-        """Tokens below ``vocabulary`` (int64 ``[m]``, distinct) and their counts (float32)."""
+        """Return distinct tokens below ``vocabulary`` (int64 ``[m]``) and float32 counts."""
         count = len(self._indices)
         ids, times = self._ids[:count], self._times[:count]
         if self._max_id < vocabulary:

@@ -1,1 +1,1 @@
-"""Vision towers: from the pixels of an image to rows of the decoder."""
+"""Vision towers: turn an image's pixels into rows of the decoder."""

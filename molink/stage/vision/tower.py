@@ -1,6 +1,6 @@
 """A vision tower with its connector, as :mod:`molink.checkpoint.vision` describes it.
 
-The forward pass of one image. Rows are patches, line by line.
+A forward pass processes one image. Rows are patches, line by line.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,7 +40,7 @@ _ACTIVATIONS: dict[VisionActivation, Callable[[Tensor], Tensor]] = {
 
 @dataclass(frozen=True, slots=True)
 class VisionNormLayer:
-    """LayerNorm with a bias, or a root mean square norm without; computes in the rows' type."""
+    """LayerNorm with a bias, or RMSNorm without; computes in the rows' type."""
 
     weight: Tensor
     bias: Tensor | None
@@ -58,9 +58,9 @@ class VisionNormLayer:
 
 @dataclass(frozen=True, slots=True)
 class Windows:
-    """Which patches attend to each other: ``places`` ``[windows, most]`` of patches.
+    """Windows within which patches attend: patch indices ``places`` ``[windows, most]``.
 
-    Windows at the edges have fewer; their ``hidden`` places repeat a patch.
+    Windows at the edges have fewer patches; their ``hidden`` places repeat one.
     """
 
     places: Tensor
@@ -68,7 +68,7 @@ class Windows:
 
     @classmethod
     def of_grid(cls, lines: int, columns: int, side: int, device: torch.device) -> "Windows":
-        """Squares of ``side`` patches, fewer at the edges, of a grid of patches."""
+        """Divide a grid of patches into squares of ``side`` patches, smaller at the edges."""
         padded = -(-lines // side) * side, -(-columns // side) * side
         grid = torch.full(padded, -1, device=device)
         grid[:lines, :columns] = torch.arange(lines * columns, device=device).view(lines, columns)
@@ -79,7 +79,7 @@ class Windows:
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, windows: Windows | None) -> Tensor:
-    """Attention of ``[T, heads, head_dim]``, of all to all or within windows."""
+    """Attend with ``[T, heads, head_dim]``, among all patches or within windows."""
     if windows is None:
         query, key, value = (part.transpose(0, 1)[None] for part in (query, key, value))
         return scaled_dot_product_attention(query, key, value)[0].transpose(0, 1)
@@ -93,14 +93,14 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, windows: Windows | None) 
 
 @dataclass(frozen=True, slots=True)
 class VisionBlock:
-    """Attention of all patches to all patches, then an MLP."""
+    """Attention among patches, then an MLP."""
 
     attention_norm: VisionNormLayer
-    #: Queries, keys and values, or all at once.
+    #: Projections to queries, keys and values, or one merged projection.
     heads: tuple[Projection, ...]
     output: Projection
     mlp_norm: VisionNormLayer
-    #: Gate, if there is one, up.
+    #: Gate (if gated) and up.
     ups: tuple[Projection, ...]
     down: Projection
     activation: VisionActivation
@@ -181,7 +181,7 @@ class VisionTower:
         return rows
 
     def _split_patches(self, pixels: Tensor) -> Tensor:
-        """Normalized patches ``[lines * columns, 3 * patch * patch]``, by channel."""
+        """Split into normalized patches ``[lines * columns, 3 * patch * patch]``, by channel."""
         rules, patch = self.config.rules, self.config.patch_size
         height, width, channels = pixels.shape
         mean, std = (torch.tensor(each, device=self.device) for each in (rules.mean, rules.std))
@@ -190,7 +190,7 @@ class VisionTower:
         return split.permute(0, 2, 4, 1, 3).reshape(-1, channels * patch * patch)
 
     def _compute_angles(self, lines: int, columns: int) -> Tensor:
-        """Angles ``[T, 1, 2, head_dim]`` of :func:`.rotate_half`, by line and column in turn."""
+        """Compute angles ``[T, 1, 2, head_dim]`` for :func:`.rotate_half`: lines, then columns."""
         size = self.config.head_dim
         exponents = torch.arange(0, size, 2, dtype=torch.float32) / size
         frequencies = 1.0 / self.config.rope_theta**exponents
@@ -228,7 +228,7 @@ class VisionTower:
 
 
 def _merge_cells(rows: Tensor, side: int, merging: Merging) -> Tensor:
-    """Merge rows ``[lines, columns, hidden]`` to cells ``[T, hidden]``, or ``side**2`` as wide."""
+    """Merge rows ``[lines, columns, hidden]`` to cells ``[T, hidden or side**2 * hidden]``."""
     lines, columns, width = rows.shape
     cells = rows.view(lines // side, side, columns // side, side, width)
     match merging:
