@@ -59,11 +59,16 @@ class ConnectionSlots(Generic[C]):
 
 
 def find_network(address: str) -> str:
-    """The addresses that count as one: an IPv4 address, or an IPv6 network."""
+    """The addresses that count as one: an IPv4 address, or an IPv6 network.
+
+    A socket of both families shows the IPv4 address 192.0.2.1 as ``::ffff:192.0.2.1``.
+    """
     try:
         found = ipaddress.ip_address(address)
     except ValueError:
         return address
     if found.version == 4:
         return address
+    if found.ipv4_mapped is not None:
+        return str(found.ipv4_mapped)
     return str(ipaddress.ip_network((found.packed, _IPV6_PREFIX), strict=False))

@@ -1,8 +1,10 @@
 """ZeroMQ sockets on loopback, and waiting for what they bring."""
 
 import asyncio
+import itertools
+import socket
 from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from typing import Any
 
 import zmq.asyncio
@@ -57,3 +59,31 @@ class Net:
         self._stack.push_async_callback(client.close)
         client.start()
         return client
+
+
+class Flood:
+    """Silent connections to a port, ``per_second`` of them, from ``addresses`` in turn."""
+
+    def __init__(self, port: int, addresses: tuple[str, ...], per_second: float) -> None:
+        self._port, self._addresses, self._per_second = port, addresses, per_second
+        self._sockets: list[socket.socket] = []
+        self._task = asyncio.create_task(self._connect_forever(), name="flood")
+
+    def __len__(self) -> int:
+        return len(self._sockets)
+
+    async def _connect_forever(self) -> None:
+        for address in itertools.cycle(self._addresses):
+            one = socket.socket()
+            self._sockets.append(one)
+            one.setblocking(False)
+            one.bind((address, 0))
+            with suppress(OSError):
+                one.connect(("127.0.0.1", self._port))
+            await asyncio.sleep(1 / self._per_second)
+
+    async def end(self) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        for one in self._sockets:
+            one.close()

@@ -110,6 +110,22 @@ class House:
         self._stack.callback(process.stop)
         return process
 
+    def rendezvous(self, node: str) -> str:
+        """Start a rendezvous on a node; returns its address."""
+        index, home = self._names.index(node), self._folder / node
+        place = self.rig.address(index)
+        process = self.rig.run(
+            index,
+            [sys.executable, "-m", "molinkd", "rendezvous", "--advertise", place],
+            env=environment(home),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert process.stdout is not None
+        self._stack.callback(process.stdout.close)
+        return next(line.split()[-1] for line in process.stdout if "--rendezvous" in line)
+
     def first(self, name: str, *arguments: str) -> tuple[Behind, str]:
         """One that founds a swarm, and a token of it."""
         process = self.start(name, "up", *arguments)

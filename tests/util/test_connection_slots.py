@@ -38,6 +38,8 @@ def test_with_one_connection_each_the_oldest_is_replaced() -> None:
         ("2001:db8::1", "2001:db8:0:0:ffff::2", True),
         ("2001:db8::1", "2001:db8:0:1::1", False),
         ("fe80::1%eth0", "fe80::2%eth0", True),
+        ("::ffff:10.0.0.1", "::ffff:10.0.0.2", False),
+        ("::ffff:10.0.0.1", "10.0.0.1", True),
         ("a", "b", False),
     ],
 )

@@ -323,7 +323,7 @@ def request_coordinator(
         message,
         name,
         REPLY_TIMEOUT_S,
-        swarm=member.swarm,
+        member,
     )
 
 
@@ -338,11 +338,12 @@ def send_control_request(
     message: ControlMessage,
     name: str,
     connect_s: float,
-    swarm: str = "",
+    member: "MembershipRecord | None" = None,
 ) -> tuple[ControlMessage, bytes]:
     """Send one request to the server with key ``server_key``, authenticated as ``home``.
 
-    A request about members to the coordinator of ``swarm`` is signed here.
+    A request about members to the coordinator of ``member``'s swarm is signed here, and may go by
+    its rendezvous.
 
     Raises:
         DaemonNotResponding: no connection within ``connect_s`` seconds.
@@ -351,12 +352,18 @@ def send_control_request(
     import zmq.asyncio
 
     from molink.wire.messages.codec import control_codec
+    from molink.wire.messages.rendezvous import COORDINATOR
     from molink.wire.sockets.client import Client
+    from molinkd.peer.membership.rendezvous_client import open_rendezvous
 
     async def exchange() -> tuple[ControlMessage, bytes]:
         context, keys = zmq.asyncio.Context(), home.load_keys()
+        rendezvous = None if member is None else open_rendezvous(member.rendezvous, keys)
+        targets = tuple(addresses)
+        if member is not None and rendezvous is not None:
+            targets = rendezvous.add_endpoint(targets, member.leader_to_call, COORDINATOR)
         client: Client[ControlMessage] = Client(
-            context, keys, control_codec(), server_key, addresses, name=name
+            context, keys, control_codec(), server_key, targets, name=name
         )
         client.start()
 
@@ -369,21 +376,27 @@ def send_control_request(
                 await client.wait_connected(connect_s)
             except Unavailable as error:
                 raise DaemonNotResponding(str(error)) from None
-            if not swarm:
+            if member is None:
                 return await ask(message)
             from molinkd.peer.election.leadership import ReplicaFile
             from molinkd.peer.membership.membership_requests import (
+                MeetingPoint,
                 MembershipRequest,
                 send_membership_request,
             )
 
             if not isinstance(message, MembershipRequest):
                 return await ask(message)
-            known = ReplicaFile(home.replica, swarm).log
-            reply = await send_membership_request(message, keys, swarm, server_key, ask, known)
+            known = ReplicaFile(home.replica, member.swarm).log
+            meeting = MeetingPoint(member.rendezvous, member.leader_to_call)
+            reply = await send_membership_request(
+                message, keys, member.swarm, server_key, ask, known, meeting
+            )
             return reply, b""
         finally:
             await client.close()
+            if rendezvous is not None:
+                await rendezvous.close()
             context.destroy(linger=0)
 
     with asyncio.Runner(loop_factory=EventLoop) as runner:

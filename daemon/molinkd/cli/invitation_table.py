@@ -10,20 +10,28 @@ from rich.text import Text
 
 from molink.plaintext import printable
 from molink.wire.messages.admin import RevokeReply
+from molinkd.cli.installation.kinds import Kind, find_installation
 from molinkd.peer.command_line import join_instructions
 
 #: Names in a sentence.
 _MAX_NAMED = 8
 
 
-def invitation_text(token: str, uses: int, format_command: Callable[[str], str]) -> str:
-    """Return instructions to add ``uses`` PCs by ``token``."""
+def invitation_text(
+    token: str, uses: int, format_command: Callable[[str], str], kind: Kind | None = None
+) -> str:
+    """Return instructions to add ``uses`` PCs by ``token``.
+
+    ``kind`` is how molink is installed here, and so probably there too.
+    """
     begin, more = f"To add up to {uses} PCs", ""
     if uses == 1:
         begin, more = (
             "To add a PC",
             f" ({format_command('invite')} prints a token for another PC)",
         )
+    if (kind or find_installation().kind) != "clone":
+        return f"{begin}, install molink there and run this{more}:\n\n  molink join {token}"
     command = join_instructions(token)
     return f"{begin}, install molink there and run this in its folder{more}:\n\n{command}"
 

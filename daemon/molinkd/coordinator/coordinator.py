@@ -66,6 +66,7 @@ from molink.wire.messages.peer_reports import (
     StageReady,
 )
 from molink.wire.messages.relay import RelayOpened
+from molink.wire.messages.rendezvous import is_place
 from molink.wire.signing import generate_seed
 from molink.wire.sockets.key_pair import KeyPair
 from molink.wire.sockets.server import MessageSender, Server
@@ -378,7 +379,9 @@ class Coordinator:
         self._connections.send_to_peer(peer, self._leader_heartbeat())
         report = sanitize_report(message, peer, self.membership.records[peer].name)
         self._dispatch_event(PeerReportedEvent(peer, report, is_new))
-        self._relays.handle(RelayOfferedEvent(peer, message.addresses, message.can_relay))
+        place = message.rendezvous if is_place(message.rendezvous) else ""
+        offer = RelayOfferedEvent(peer, message.addresses, message.can_relay, place)
+        self._relays.handle(offer)
         self._replicator.on_peer_report(peer, message.replica, message.log_digest, is_new=is_new)
         if is_new:
             self._pairing.notify_peer(peer)

@@ -23,7 +23,7 @@ from molink.wire.messages.admin import ApplyFile, ApplyReply, LoadModelReply, Mo
 from molink.wire.messages.codec import control_codec
 from molink.wire.messages.control_plane import ControlMessage
 from molink.wire.messages.election import LeaderReply, LeaderRequest
-from molink.wire.messages.rendezvous import CONTROL, COORDINATOR, RendezvousAddress
+from molink.wire.messages.rendezvous import CONTROL, COORDINATOR
 from molink.wire.sockets.key_pair import KeyPair
 from molink.wire.sockets.server import Server
 from molink.wire.sockets.zap import ZapAuthenticator
@@ -60,7 +60,7 @@ from molinkd.peer.membership.membership_record import (
     choose_membership,
     read_membership,
 )
-from molinkd.peer.membership.rendezvous_client import RendezvousClient
+from molinkd.peer.membership.rendezvous_client import RendezvousClient, open_rendezvous
 from molinkd.peer.node import Node
 from molinkd.peer.resources import Resources
 from molinkd.tasks import cancel_tasks
@@ -155,6 +155,9 @@ class Daemon:
         rendezvous = self._open_rendezvous(stack, keys, chosen or record)
         resources = self._open_control(stack, context, repository, rendezvous)
         membership = await self._find_membership(context, keys, chosen, record)
+        if membership is not None:
+            text = str(rendezvous.address) if rendezvous is not None else ""
+            membership = msgspec.structs.replace(membership, rendezvous=text)
         swarm = membership.swarm if membership is not None else None
         replica = ReplicaFile(self._home.replica, swarm)
         leadership = self._leadership = Leadership(
@@ -197,12 +200,12 @@ class Daemon:
         self, stack: AsyncExitStack, keys: KeyPair, known: MembershipRecord | JoinToken | None
     ) -> RendezvousClient | None:
         """This PC at the rendezvous of the settings, or of the token by which it came."""
-        text = self._settings.rendezvous or (known.rendezvous if known is not None else "")
-        if not text:
-            return None
-        address = RendezvousAddress.parse(text)
-        self._rendezvous = RendezvousClient(address, keys, local_dial_host(self._settings.host))
-        stack.push_async_callback(self._rendezvous.close)
+        text = self._settings.rendezvous
+        if not text and known is not None and self._launch.role == "join":
+            text = known.rendezvous
+        self._rendezvous = open_rendezvous(text, keys, local_dial_host(self._settings.host))
+        if self._rendezvous is not None:
+            stack.push_async_callback(self._rendezvous.close)
         return self._rendezvous
 
     def _make_bootstrap(
@@ -360,9 +363,7 @@ class Daemon:
                 raise
             why = "this PC is already a member, so it ignores the token"
             self._announce(ProblemReportedEvent(text=f"{why}: {error}"))
-            return msgspec.structs.replace(
-                record, addresses=token.addresses, rendezvous=token.rendezvous
-            )
+            return msgspec.structs.replace(record, addresses=token.addresses)
 
     async def _measure_device(self) -> MeasuredDevice:
         if self._settings.stage == "none":

@@ -323,6 +323,7 @@ class Node:
             transfers=self._transfer_states(),
             routes=self._schedulers.route_summaries,
             can_relay=settings.relay and not self._pause_controller.pause_reason,
+            rendezvous=self._relay.rendezvous_place,
             load=self._stages.supervisor.measure_load(),
             primary_peer=self._resources.pc,
         )

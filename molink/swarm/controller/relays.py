@@ -2,8 +2,9 @@
 
 If the target can connect to the source, the source is its own relay: bytes travel over the
 connection that the target has opened. Otherwise it is the member that both have reached with the
-shortest path. A relay that has failed for a pair is not chosen again for a while, even if it was
-gone meanwhile: it may be hostile. All times in seconds.
+shortest path, and without one the rendezvous at which both are registered, until a member that has
+not failed can relay. A relay that has failed for a pair is not chosen again for a while, even if it
+was gone meanwhile: it may be hostile. All times in seconds.
 """
 
 from collections.abc import Callable, Collection
@@ -27,11 +28,13 @@ Pair = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class RelayOfferedEvent:
-    """A peer's report: its addresses, and whether it can relay."""
+    """A peer's report: its addresses, whether it can relay, and where it is registered."""
 
     peer: str
     addresses: tuple[str, ...]
     can_relay: bool
+    #: ``host:port`` of its rendezvous.
+    rendezvous: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +75,7 @@ class _Relay:
     secret: bytes
     end_secret: bytes
     requested_at: float
+    is_open: bool = False
     port: int = 0
     failures: int = 0
 
@@ -89,6 +93,7 @@ class _Exclusion:
 class _Peer:
     addresses: tuple[str, ...] = ()
     can_relay: bool = False
+    rendezvous: str = ""
     #: One-way latency to each peer it has connected to; and peers it could not reach.
     latencies: dict[str, float] = field(default_factory=dict)
     unreachable: set[str] = field(default_factory=set)
@@ -113,12 +118,12 @@ class RelayPlanner:
         self._now = now
         out: list[RelayAction] = []
         match event:
-            case RelayOfferedEvent(peer, addresses, relays):
-                known = self._peers.get(peer)
-                if known is not None and (known.addresses, known.can_relay) == (addresses, relays):
-                    return []  # as most reports
+            case RelayOfferedEvent(peer, addresses, relays, place):
                 known = self._peers.setdefault(peer, _Peer())
-                known.addresses, known.can_relay = addresses, relays
+                before = known.addresses, known.can_relay, known.rendezvous
+                if before == (addresses, relays, place):
+                    return []  # as most reports
+                known.addresses, known.can_relay, known.rendezvous = addresses, relays, place
             case LivePeersChangedEvent(peers):
                 gone = self._peers.keys() - set(peers)
                 silent = self._find_silent()
@@ -143,8 +148,11 @@ class RelayPlanner:
         """Check the bounds; for tests."""
         assert len(self._relays) <= MAX_RELAYS
         for (by, to), relay in self._relays.items():
-            assert {by, to, relay.relay_peer} <= self._peers.keys()
+            assert {by, to} <= self._peers.keys()
             assert relay.relay_peer != to
+            if relay.relay_peer not in self._peers:
+                assert relay.relay_peer == self._peers[by].rendezvous == self._peers[to].rendezvous
+                continue
             assert self._peers[relay.relay_peer].can_relay
             assert self._relay_count(relay.relay_peer) <= MAX_OF_PEER
 
@@ -160,7 +168,9 @@ class RelayPlanner:
         """Pairs whose relay was asked for too long ago."""
         latest = self._now - OPEN_TIMEOUT
         return [
-            pair for pair, one in self._relays.items() if not one.port and one.requested_at < latest
+            pair
+            for pair, one in self._relays.items()
+            if not one.is_open and one.requested_at < latest
         ]
 
     def _end_exclusions(self) -> bool:
@@ -202,10 +212,10 @@ class RelayPlanner:
 
     def _on_relay_opened(self, event: RelayOpenedEvent) -> list[RelayAction]:
         for pair, relay in self._relays.items():
-            if relay.id == event.answer.id and relay.relay_peer == event.peer and not relay.port:
+            if relay.id == event.answer.id and relay.relay_peer == event.peer and not relay.is_open:
                 if not event.answer.port:
                     return self._give_up_relay(pair)
-                relay.port = event.answer.port
+                relay.port, relay.is_open = event.answer.port, True
                 return self._announce_relay(pair, relay)
         return []
 
@@ -214,9 +224,9 @@ class RelayPlanner:
     def _review_relays(self) -> list[RelayAction]:
         out: list[RelayAction] = []
         for pair in list(self._relays):
-            if not self._is_needed(pair) or not self._can_relay(
-                pair, self._relays[pair].relay_peer
-            ):
+            used = self._relays[pair].relay_peer
+            is_possible = self._is_needed(pair) and self._can_relay(pair, used)
+            if not is_possible or self._has_better(pair):
                 out += self._close_relay(pair)
         for by in sorted(self._peers):
             for to in sorted(self._peers[by].unreachable):
@@ -228,17 +238,26 @@ class RelayPlanner:
         by, to = pair
         return by in self._peers and to in self._peers and to in self._peers[by].unreachable
 
+    def _has_better(self, pair: Pair) -> bool:
+        """Whether a member that has not failed can relay instead of the rendezvous."""
+        return self._relays[pair].relay_peer not in self._peers and any(
+            one in self._peers and (pair, one) not in self._exclusions
+            for one in self._find_relays(pair)
+        )
+
     def _can_relay(self, pair: Pair, through: str) -> bool:
+        if through and all(self._peers[end].rendezvous == through for end in pair):
+            return True
         peer = self._peers.get(through)
         if peer is None or not peer.can_relay or through == pair[1]:
             return False
         return all(end == through or through in self._peers[end].latencies for end in pair)
 
     def _find_relays(self, pair: Pair) -> list[str]:
-        """Peers that may relay for a pair now."""
+        """Peers that may relay for a pair now, and the rendezvous of both."""
         return [
             one
-            for one in self._peers
+            for one in (*self._peers, self._peers[pair[0]].rendezvous)
             if self._can_relay(pair, one)
             and not self._is_excluded(pair, one)
             and self._relay_count(one) < MAX_OF_PEER
@@ -252,13 +271,22 @@ class RelayPlanner:
         fit = self._find_relays(pair)
         if not fit:
             return []
-        through = min(fit, key=lambda one: (one != pair[0], self._path_latency(pair, one), one))
+        through = min(fit, key=lambda one: self._rank_relay(pair, one))
         secret = self._make_secret()
         # By chance, too: what an earlier coordinator has opened may still be there.
         id = int.from_bytes(secret[:6], "big")
         relay = self._relays[pair] = _Relay(id, through, secret[6:38], secret[38:], self._now)
+        if through not in self._peers:  # a rendezvous waits for no order
+            relay.is_open = True
+            return self._announce_relay(pair, relay)
         ends = tuple(dict.fromkeys(one for end in pair for one in self._peers[end].addresses))
         return [SendMessageAction(through, OpenRelay(id=relay.id, secret=relay.secret, ends=ends))]
+
+    def _rank_relay(self, pair: Pair, through: str) -> tuple[bool, bool, float, str]:
+        """Orders relays, the best first: a PC that the other end dials, then by latency, then the
+        rendezvous."""
+        is_member = through in self._peers
+        return not is_member, through != pair[0], self._path_latency(pair, through), through
 
     def _path_latency(self, pair: Pair, through: str) -> float:
         return sum(self._peers[end].latencies.get(through, 0.0) for end in pair)
@@ -268,7 +296,8 @@ class RelayPlanner:
 
     def _announce_relay(self, pair: Pair, relay: _Relay) -> list[RelayAction]:
         by, to = pair
-        addresses = self._peers[relay.relay_peer].addresses
+        is_member = relay.relay_peer in self._peers
+        addresses = self._peers[relay.relay_peer].addresses if is_member else ()
 
         def make_route(peer: str, dials: bool) -> RelayedRoute:
             return RelayedRoute(

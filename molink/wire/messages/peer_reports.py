@@ -124,6 +124,8 @@ class PeerReport(Message, frozen=True, kw_only=True, tag="peer-report"):
     )
     #: Whether this peer can relay traffic between two others.
     can_relay: bool = False
+    #: ``host:port`` of the rendezvous where it is registered.
+    rendezvous: Text = ""
     #: The main peer of the same PC, if this peer is a further device.
     primary_peer: Annotated[str, msgspec.Meta(max_length=64)] = ""
     #: For users only; omitted if the report would be too long.

@@ -71,7 +71,8 @@ class RelayOpened(Message, frozen=True, kw_only=True, tag="relay-opened"):
 class RelayedRoute(Message, frozen=True, kw_only=True, tag="relayed-route"):
     """Reach ``peer`` through a relay, or wait for it there.
 
-    The relay doesn't know ``end_secret``.
+    The relay doesn't know ``end_secret``. Without ``addresses`` the relay is this PC's rendezvous,
+    for which ``secret`` follows from its own and the ``id``.
     """
 
     id: Count

@@ -68,6 +68,12 @@ class RendezvousAddress(NamedTuple):
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
+def is_place(text: str) -> bool:
+    """Whether ``text`` is ``HOST:PORT`` of a rendezvous."""
+    match = _PLACE.fullmatch(text)
+    return match is not None and match["port"] is not None
+
+
 def generate_secret() -> bytes:
     """A new secret of a rendezvous."""
     return secrets.token_bytes(_SECRET_BYTES)

@@ -19,6 +19,7 @@ from molink.wire.messages.admin import LeaveRequest
 from molink.wire.messages.instructions import PendingPairing
 from molinkd.cli import daemon_client
 from molinkd.cli.daemon_console import DaemonConsole
+from molinkd.cli.installation.kinds import Kind
 from molinkd.cli.invitation_table import invitation_text
 from molinkd.cli.join_verbs import parse_address
 from molinkd.cli.main import run
@@ -383,3 +384,10 @@ def test_tokens_are_printed_for_each_system() -> None:
     assert "  .venv/bin/molink join molink-x" in lines
     assert r"  .venv\Scripts\molink join molink-x" in lines
     assert "To add up to 3 PCs" in invitation_text("molink-x", 3, "`molink {}`".format)
+
+
+@pytest.mark.parametrize("kind", ["release", "uv", "pipx", "pip"])
+def test_an_installed_molink_is_on_the_path(kind: Kind) -> None:
+    text = invitation_text("molink-x", 1, "`molink {}`".format, kind)
+    assert text.splitlines()[-1] == "  molink join molink-x"
+    assert ".venv" not in text

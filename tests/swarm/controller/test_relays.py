@@ -36,8 +36,8 @@ class Swarm:
         for name in names:
             self.offer(name)
 
-    def offer(self, name: str, relays: bool = True) -> list[RelayAction]:
-        return self._handle(RelayOfferedEvent(name, (f"{name}.lan",), relays))
+    def offer(self, name: str, relays: bool = True, meets: str = "") -> list[RelayAction]:
+        return self._handle(RelayOfferedEvent(name, (f"{name}.lan",), relays, meets))
 
     def live(self, *names: str) -> list[RelayAction]:
         return self._handle(LivePeersChangedEvent(set(names)))
@@ -106,6 +106,74 @@ def test_peer_that_can_be_dialled_back_relays_itself() -> None:
     (told,) = swarm.tried("a", "b", False)
     assert isinstance(told, SendMessageAction)
     assert told.peer == "a"
+
+
+PLACE = "meet.example:5464"
+
+
+def test_the_rendezvous_relays_if_no_member_can() -> None:
+    swarm = Swarm()
+    for one in ("a", "b"):
+        swarm.offer(one, meets=PLACE)
+    told = {
+        "id": 1,
+        "secret": bytes(32),
+        "end_secret": bytes(32),
+        "addresses": (),
+        "port": 0,
+    }
+    assert swarm.tried("a", "b", False) == [
+        SendMessageAction("b", RelayedRoute(peer="a", role="waits", **told)),
+        SendMessageAction("a", RelayedRoute(peer="b", role="dials", **told)),
+    ]
+    assert swarm.relays.relay_peers == {("a", "b"): PLACE}
+    assert swarm.wait(OPEN_TIMEOUT + 1) == []
+    # One that is no longer registered can't be met there.
+    closed = swarm.offer("b")
+    assert SendMessageAction("a", CloseRelay(id=1)) in closed
+    assert swarm.relays.relay_peers == {}
+
+
+def test_a_member_is_better_than_the_rendezvous() -> None:
+    swarm = Swarm("hub")
+    for one in ("a", "b"):
+        swarm.offer(one, meets=PLACE)
+    swarm.tried("a", "b", False)
+    for one in "ab":
+        decisions = swarm.tried(one, "hub", True, 0.2)
+    assert swarm.relays.relay_peers == {("a", "b"): "hub"}
+    order = OpenRelay(id=2, secret=bytes(32), ends=("a.lan", "b.lan"))
+    assert decisions[-1] == SendMessageAction("hub", order)
+    # It fails; the rendezvous is used from then on, also when the hub may be tried again.
+    swarm.opened("hub", 2)
+    swarm.tried("a", "b", False, failed=2, relayed=True)
+    assert swarm.relays.relay_peers == {("a", "b"): PLACE}
+    swarm.wait(FIRST_EXCLUSION + 1)
+    assert swarm.relays.relay_peers == {("a", "b"): PLACE}
+
+
+def test_a_rendezvous_that_passes_nothing_on_is_replaced() -> None:
+    swarm = Swarm("hub")
+    for one in ("a", "b"):
+        swarm.offer(one, meets=PLACE)
+        swarm.tried(one, "hub", True)
+    swarm.offer("hub", relays=False)
+    swarm.tried("a", "b", False)
+    assert swarm.relays.relay_peers == {("a", "b"): PLACE}
+    for _ in range(2):
+        swarm.tried("a", "b", False, relayed=True)
+    assert swarm.relays.relay_peers == {}
+    swarm.offer("hub")
+    assert swarm.relays.relay_peers == {("a", "b"): "hub"}
+
+
+def test_two_rendezvous_are_no_meeting_point() -> None:
+    swarm = Swarm()
+    swarm.offer("a", meets=PLACE)
+    swarm.offer("b", meets="other.example:5464")
+    assert swarm.tried("a", "b", False) == []
+    swarm.offer("c")
+    assert swarm.tried("a", "c", False) == []
 
 
 def test_nearest_relay_is_chosen() -> None:
@@ -298,7 +366,7 @@ def test_unknown_peers_are_ignored() -> None:
 
 _NAMES = st.sampled_from("abcde")
 _EVENTS = st.one_of(
-    st.tuples(st.just("offer"), _NAMES, st.booleans()),
+    st.tuples(st.just("offer"), _NAMES, st.booleans(), st.sampled_from(["", PLACE])),
     st.tuples(st.just("try"), _NAMES, _NAMES, st.booleans(), st.booleans()),
     st.tuples(st.just("live"), st.sets(_NAMES)),
     st.tuples(st.just("open"), _NAMES, st.integers(1, 20), st.sampled_from([0, 5479])),
@@ -314,9 +382,9 @@ def test_invariants_hold_for_any_events(events: list[tuple]) -> None:
     present: set[str] = set()
     for event in events:
         match event:
-            case ("offer", name, relays):
+            case ("offer", name, relays, place):
                 present.add(name)
-                out = swarm.offer(name, relays)
+                out = swarm.offer(name, relays, place)
             case ("try", by, to, ok, relayed):
                 out = [] if by == to else swarm.tried(by, to, ok, relayed=relayed)
             case ("live", names):

@@ -616,6 +616,7 @@ class Leadership:
             addresses=tuple(announcement.addresses),
             is_founder=True,
             leader=self._me,
+            rendezvous="" if self._rendezvous is None else str(self._rendezvous.address),
         )
 
     def _on_failing(self) -> None:

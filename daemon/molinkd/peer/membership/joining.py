@@ -110,7 +110,6 @@ async def join_swarm(
         swarm=reply.swarm,
         coordinator_key=way.target.key,
         addresses=way.target.addresses,
-        rendezvous=token.rendezvous,
         first_leader=way.target.peer,
     )
 
@@ -250,9 +249,9 @@ async def renew_membership(
         PeerBanned: It was not, or the swarm does not reply.
     """
     refusals: asyncio.Queue[str] = asyncio.Queue()
-    endpoints, leader = record.endpoints, record.leader or record.first_leader
-    if rendezvous is not None and leader:
-        endpoints = rendezvous.add_endpoint(endpoints, leader, COORDINATOR)
+    endpoints = record.endpoints
+    if rendezvous is not None:
+        endpoints = rendezvous.add_endpoint(endpoints, record.leader_to_call, COORDINATOR)
     client: Client[ControlMessage] = Client(
         context,
         keys,

@@ -31,14 +31,19 @@ class MembershipRecord(msgspec.Struct, frozen=True, kw_only=True):
     extra_models: tuple[str, ...] = ()
     #: Adapters of models of ``molink apply``.
     adapters: dict[str, AdapterFolders] = {}
-    #: The rendezvous of the token, and the leader at that time, to call there until a heartbeat
-    #: names one.
+    #: The rendezvous of the last run, and the leader when this PC joined, to call there until a
+    #: heartbeat names one.
     rendezvous: str = ""
     first_leader: str = ""
 
     def save(self, path: Path) -> None:
         """Write the record to ``path``."""
         write_secret(path, msgspec.json.encode(self).decode("utf-8"))
+
+    @property
+    def leader_to_call(self) -> str:
+        """The peer to call at the rendezvous."""
+        return self.leader or self.first_leader
 
     @property
     def endpoints(self) -> tuple[str, ...]:

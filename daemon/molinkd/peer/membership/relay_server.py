@@ -88,8 +88,8 @@ class RelaySession:
 class MeetingServer(ABC):
     """Accepts ends on one port and joins those of one session."""
 
-    def __init__(self, limits: ConnectionLimits, rate: float) -> None:
-        self._limits, self._rate_limit = limits, rate
+    def __init__(self, rate: float) -> None:
+        self._rate_limit = rate
         self._sessions: dict[int, RelaySession] = {}
         self._unauthenticated: set[asyncio.Task[Any]] = set()
         self._from_ends = ConnectionSlots[asyncio.StreamWriter](MAX_FROM_ENDS, MAX_FROM_ENDS)
@@ -110,6 +110,10 @@ class MeetingServer(ABC):
             WireError: It does not know the secret.
             OSError, EOFError: The connection was lost.
         """
+
+    @abstractmethod
+    def _find_room(self, stream: Stream, id: int, claim: Claim) -> RelaySession | None:
+        """The session, if it has room for an authenticated connection."""
 
     async def close(self) -> None:
         """Close all sessions."""
@@ -162,12 +166,8 @@ class MeetingServer(ABC):
                 writer.transport.abort()
 
     def _admit_end(self, stream: Stream, id: int, claim: Claim) -> bool:
-        session = self._sessions.get(id)
-        if (
-            session is None
-            or self.num_connections >= self._limits.total
-            or session.num_connections >= self._limits.per_session
-        ):
+        session = self._find_room(stream, id, claim)
+        if session is None:
             return False
         session.last_used = self._now()
         if claim in ("waits", "registers"):
@@ -259,7 +259,8 @@ class RelayServer(MeetingServer):
         rate: float = RATE_LIMIT,
         limits: ConnectionLimits = RELAY_LIMITS,
     ) -> None:
-        super().__init__(limits, rate)
+        super().__init__(rate)
+        self._limits = limits
         self._host, self._first_port = host, first_port
 
     def open_relay(self, order: OpenRelay) -> int:
@@ -285,6 +286,16 @@ class RelayServer(MeetingServer):
         self._close_session(id)
         if not self._sessions:
             self._close_listener()
+
+    def _find_room(self, stream: Stream, id: int, claim: Claim) -> RelaySession | None:
+        session = self._sessions.get(id)
+        if (
+            session is None
+            or self.num_connections >= self._limits.total
+            or session.num_connections >= self._limits.per_session
+        ):
+            return None
+        return session
 
     async def _authenticate(self, stream: Stream) -> tuple[int, Claim]:
         reader, writer = stream

@@ -35,6 +35,7 @@ from molink.wire.messages.relay import (
     RelayedRoute,
     RelayOpened,
 )
+from molink.wire.messages.rendezvous import derive_session_secret
 from molinkd.peer.membership.addresses import LOOPBACK, local_dial_host
 from molinkd.peer.membership.relay_ends import (
     CONNECT_TIMEOUT_S,
@@ -75,6 +76,7 @@ class RelayedRoutes:
         allowed: Callable[[], Collection[int]],
         on_change: Callable[[str], None],
         on_failed: Callable[[str, int], None],
+        own_peer: str = "",
     ) -> None:
         """``host`` is where our sockets listen, ``allowed()`` returns their ports.
 
@@ -82,7 +84,7 @@ class RelayedRoutes:
         ``on_failed(peer, id)`` when the relay of that id passes nothing on.
         """
         self._host, self._allowed_ports, self._on_change = host, allowed, on_change
-        self._on_failed = on_failed
+        self._on_failed, self._own_peer = on_failed, own_peer
         self._routes: dict[int, RelayedRoute] = {}
         #: Local listener by peer and remote port.
         self._listeners: dict[tuple[str, int], socket.socket] = {}
@@ -146,6 +148,9 @@ class RelayedRoutes:
 
     def localize_stage(self, stage: StageAddress) -> StageAddress:
         """``stage`` with an address that is reachable from this PC."""
+        if stage.peer == self._own_peer:
+            # Behind a router, this PC may not reach its own public address.
+            return msgspec.structs.replace(stage, addresses=(self._host,))
         found = self.local_endpoint(stage.peer, stage.port)
         if not found:
             return stage
@@ -322,7 +327,11 @@ class RelayController:
         self._resources, self._send = resources, send
         settings = resources.settings
         self.routes = RelayedRoutes(
-            local_dial_host(settings.host), self._allowed_ports, on_change, self._report_relay
+            local_dial_host(settings.host),
+            self._allowed_ports,
+            on_change,
+            self._report_relay,
+            resources.me,
         )
         self._relay = RelayServer(settings.host, settings.worker_ports[1])
 
@@ -332,14 +341,34 @@ class RelayController:
             case OpenRelay():
                 port = self._relay.open_relay(message) if self._resources.settings.relay else 0
                 self._send(RelayOpened(id=message.id, port=port))
-            case RelayedRoute():
+            case RelayedRoute() if message.addresses:
                 self.routes.on_message(message)
+            case RelayedRoute():
+                self._open_at_rendezvous(message)
             case CloseRelay():
                 self._relay.close_relay(message.id)
                 self.routes.on_message(message)
             case _:
                 return False
         return True
+
+    @property
+    def rendezvous_place(self) -> str:
+        """``host:port`` of the rendezvous where this PC is registered; empty without one."""
+        known = self._resources.rendezvous
+        return known.address.place if known is not None and known.is_registered else ""
+
+    def _open_at_rendezvous(self, route: RelayedRoute) -> None:
+        if self._resources.rendezvous is None:
+            log.warning("no route to %s: this PC has no rendezvous", route.peer)
+            return
+        address = self._resources.rendezvous.address
+        secret = derive_session_secret(address.secret, route.role, route.id)
+        self.routes.on_message(
+            msgspec.structs.replace(
+                route, addresses=(address.host,), port=address.port, secret=secret
+            )
+        )
 
     async def close(self) -> None:
         """Close all relays and routes."""

@@ -46,6 +46,11 @@ _MAX_CALLS, _MAX_ANSWERED = 64, 160
 _BACKLOG = 16
 
 
+def open_rendezvous(text: str, keys: KeyPair, host: str = LOOPBACK) -> "RendezvousClient | None":
+    """The client of the rendezvous ``SECRET@HOST:PORT``; ``None`` for an empty text."""
+    return RendezvousClient(RendezvousAddress.parse(text), keys, host) if text else None
+
+
 class RendezvousClient:
     """Calls peers at a rendezvous, and answers their calls once started."""
 
@@ -84,7 +89,7 @@ class RendezvousClient:
 
     def local_endpoint(self, peer: str, wanted: bytes) -> str:
         """The local endpoint of a peer's socket; empty if there can't be one."""
-        if peer == self._me:
+        if peer in ("", self._me):
             return ""
         listener = self._listeners.get((peer, wanted))
         if listener is None:

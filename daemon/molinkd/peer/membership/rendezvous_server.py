@@ -33,7 +33,6 @@ from molink.wire.messages.rendezvous import (
 )
 from molinkd.peer.membership.relay_server import (
     RATE_LIMIT,
-    ConnectionLimits,
     MeetingServer,
     RelaySession,
 )
@@ -58,8 +57,7 @@ class RendezvousServer(MeetingServer):
 
     def __init__(self, secret: bytes, rate: float = RATE_LIMIT) -> None:
         """``secret`` is that of its address."""
-        # Connections that make room are counted until they have ended.
-        super().__init__(ConnectionLimits(2 * MAX_CONNECTIONS, 2 * MAX_CALLERS), rate)
+        super().__init__(rate)
         self._secret = secret
         self._connections = ConnectionSlots[asyncio.StreamWriter](MAX_CONNECTIONS, MAX_CONNECTIONS)
         self._callers: dict[int, ConnectionSlots[asyncio.StreamWriter]] = {}
@@ -118,11 +116,11 @@ class RendezvousServer(MeetingServer):
             raise WireError("a call of a peer that isn't registered")
         return id, claim
 
-    def _admit_end(self, stream: Stream, id: int, claim: Claim) -> bool:
+    def _find_room(self, stream: Stream, id: int, claim: Claim) -> RelaySession | None:
         writer = stream[1]
         peername = writer.get_extra_info("peername")
         if peername is None:
-            return False  # it has gone
+            return None  # it has gone
         address = str(peername[0])
         self._open_session(id, address)
         used = [self._connections, *([self._callers[id]] if claim == "calls" else [])]
@@ -131,7 +129,7 @@ class RendezvousServer(MeetingServer):
             if replaced is not None:
                 replaced.transport.abort()
         self._spawn(_release_at_end(writer, used), self._releasing)
-        return super()._admit_end(stream, id, claim)
+        return self._sessions[id]
 
     def _open_session(self, id: int, address: str) -> None:
         if id in self._sessions:

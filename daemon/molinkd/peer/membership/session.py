@@ -90,7 +90,7 @@ class CoordinatorSession:
 
     def _make_client(self, membership: MembershipRecord) -> Client[ControlMessage]:
         self._target = self._find_target(membership)
-        self._leader = membership.leader or membership.first_leader
+        self._leader = membership.leader_to_call
         return Client(
             self._context,
             self._keys,
@@ -108,8 +108,8 @@ class CoordinatorSession:
     def _find_target(self, membership: MembershipRecord) -> tuple[str, tuple[str, ...]]:
         """Key and endpoints of the coordinator, best first."""
         endpoints, rendezvous = membership.endpoints, self._rendezvous
-        leader = membership.leader or membership.first_leader
-        if rendezvous is not None and leader:
+        if rendezvous is not None:
+            leader = membership.leader_to_call
             endpoints = rendezvous.add_endpoint(endpoints, leader, COORDINATOR)
         return membership.coordinator_key, endpoints
 

@@ -1,7 +1,6 @@
 """A relay and its ends on loopback, against strangers and slow readers."""
 
 import asyncio
-import itertools
 import secrets
 import socket
 import sys
@@ -41,7 +40,7 @@ from molinkd.peer.membership.relay_server import (
 from molinkd.peer.membership.relayed_routes import RelayedRoutes
 from molinkd.splice import CHUNK_BYTES, Stream
 from molinkd.tasks import cancel_tasks
-from tests.support.net import until
+from tests.support.net import Flood, until
 
 SECRET, END_SECRET = b"s" * 32, b"e" * 32
 ID = 7
@@ -201,6 +200,13 @@ async def test_stage_addresses_are_localized(bench: Bench) -> None:
     assert bench.changed == ["b", "b"]
 
 
+async def test_the_own_stage_is_dialled_at_home() -> None:
+    routes = RelayedRoutes("127.0.0.1", set, lambda _: None, lambda *_: None, "me")
+    stage = StageAddress(peer="me", public_key="k" * 40, addresses=("192.0.2.1",), port=5468)
+    home = routes.localize_stage(stage)
+    assert (home.addresses, home.port) == (("127.0.0.1",), 5468)
+
+
 async def test_closing_a_relay_closes_its_connections(bench: Bench) -> None:
     port = await bench.serve()
     bench.open()
@@ -260,34 +266,6 @@ async def test_silent_connections_time_out(bench: Bench, monkeypatch: pytest.Mon
     bench.open()
     stream = await bench.visit()
     assert len(await ended(stream)) == NONCE_BYTES
-
-
-class Flood:
-    """Silent connections to a port, ``per_second`` of them, from ``addresses`` in turn."""
-
-    def __init__(self, port: int, addresses: tuple[str, ...], per_second: float) -> None:
-        self._port, self._addresses, self._per_second = port, addresses, per_second
-        self._sockets: list[socket.socket] = []
-        self._task = asyncio.create_task(self._connect_forever(), name="flood")
-
-    def __len__(self) -> int:
-        return len(self._sockets)
-
-    async def _connect_forever(self) -> None:
-        for address in itertools.cycle(self._addresses):
-            one = socket.socket()
-            self._sockets.append(one)
-            one.setblocking(False)
-            one.bind((address, 0))
-            with suppress(OSError):
-                one.connect(("127.0.0.1", self._port))
-            await asyncio.sleep(1 / self._per_second)
-
-    async def end(self) -> None:
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
-        for one in self._sockets:
-            one.close()
 
 
 needs_addresses = pytest.mark.skipif(sys.platform == "darwin", reason="127.0.0.2 is not there")
