@@ -20,7 +20,7 @@ from molink.checkpoint.low_bit import LowBitScheme, parse_low_bit
 from molink.checkpoint.model_task import GENERATE, ModelTask, read_task
 from molink.checkpoint.multimodal import FLAT_MODELS, TEXT_MODELS, extract_text_config
 from molink.checkpoint.prequantized import parse_quantized
-from molink.checkpoint.rope import MAX_MODEL_LEN
+from molink.checkpoint.rope import MAX_MODEL_LEN, RopeConfig
 from molink.checkpoint.traits import FamilyTraits
 from molink.checkpoint.vision import VisionConfig
 from molink.checkpoint.vision_towers import parse_vision
@@ -78,6 +78,11 @@ class ModelConfig(FamilyTraits):
     def sees_whole_images(self) -> bool:
         """Whether an image's rows attend to the whole image, which must then lie in one step."""
         return self.vision is not None and self.vision.whole_images
+
+    @property
+    def first_layers(self) -> int:
+        """Layers that the first stage has at least: those after which rows of images are added."""
+        return 1 if self.vision is None else max(1, len(self.vision.deepstack))
 
     @property
     def is_text_only(self) -> bool:
@@ -140,7 +145,9 @@ def _build_config(
     if task.name == "embed":
         traits = replace(traits, tied_embeddings=False)
     context, notes = _parse_max_len(fields, max(positions, traits.rope.scaled_context))
-    vision, unseen = _parse_tower(outer, where, hidden, eps)
+    vision, unseen = _parse_tower(outer, where, hidden, eps, traits.rope)
+    if vision is not None and len(vision.deepstack) > layers:
+        raise BrokenModel(f"{where}: deepstack_visual_indexes for more than {layers} layers")
     return ModelConfig(
         family=family,
         vocab_size=fields.get_integer("vocab_size", maximum=_MAX_VOCABULARY),
@@ -162,7 +169,7 @@ def _build_config(
 
 
 def _parse_tower(
-    outer: Mapping[str, Any], where: str, hidden: int, eps: float
+    outer: Mapping[str, Any], where: str, hidden: int, eps: float, rope: RopeConfig
 ) -> tuple[VisionConfig | None, tuple[str, ...]]:
     """Return the vision tower, and notes about one that is left out."""
     try:
@@ -172,6 +179,8 @@ def _parse_tower(
     if vision is not None and outer.get("quantization_config"):
         # The tower may be quantized, too.
         return None, (f"{where}: images are not supported in a quantized checkpoint",)
+    if vision is not None and vision.rules.layout == "cells" and not rope.axes:
+        return None, (f"{where}: images are not supported without mrope_section",)
     return vision, ()
 
 

@@ -19,9 +19,9 @@ from molink.checkpoint.rope import (
     RopeDefaults,
     RopeKind,
     parse_alpha_rope,
+    parse_axes,
     parse_query_scaling,
     parse_rope,
-    parse_sections,
     parse_two_ropes,
 )
 from molink.checkpoint.trait_fields import (
@@ -259,7 +259,7 @@ def qwen2(fields: ConfigFields, layers: int) -> FamilyTraits:
     traits = base_traits(fields, layers, rope=rope)
     return replace(
         traits,
-        rope=replace(rope, sections=parse_sections(fields, traits.head_dim)),
+        rope=replace(rope, axes=parse_axes(fields, traits.head_dim)),
         windows=parse_upper_windows(fields, layers),
         attention_bias=True,
     )
@@ -283,12 +283,19 @@ def qwen3(fields: ConfigFields, layers: int) -> FamilyTraits:
     """Qwen3: query and key norms."""
     biased = fields.get_boolean("attention_bias", False)
     return replace(
-        base_traits(fields, layers, head_dim=128),
+        qwen3_rotation(fields, base_traits(fields, layers, head_dim=128)),
         windows=parse_upper_windows(fields, layers),
         attention_bias=biased,
         output_bias=biased,
         qk_norm="each head",
     )
+
+
+def qwen3_rotation(fields: ConfigFields, traits: FamilyTraits) -> FamilyTraits:
+    """The traits, of which the rope knows how Qwen3-VL's text models rotate rows of images."""
+    dims = traits.rope.rotary_dim(traits.head_dim)
+    axes = parse_axes(fields, dims, interleaved=True)
+    return replace(traits, rope=replace(traits.rope, axes=axes))
 
 
 def qwen3_5(fields: ConfigFields, layers: int) -> FamilyTraits:
@@ -305,7 +312,7 @@ def delta_rule_traits(fields: ConfigFields, layers: int, *, is_grouped: bool) ->
     biased = fields.get_boolean("attention_bias", False)
     rope = parse_rope(fields, RopeDefaults(allows_partial=True, partial=0.25))
     return replace(
-        base_traits(fields, layers, head_dim=256, rope=rope),
+        qwen3_rotation(fields, base_traits(fields, layers, head_dim=256, rope=rope)),
         attention_bias=biased,
         output_bias=biased,
         gated_heads=True,

@@ -33,6 +33,7 @@ from molink.checkpoint.family_traits import (
     hunyuan_dense,
     lfm2,
     qwen3_5,
+    qwen3_rotation,
     scale_granite,
 )
 from molink.checkpoint.recurrent import (
@@ -207,7 +208,7 @@ def qwen3_moe(fields: ConfigFields, layers: int) -> FamilyTraits:
     biased = fields.get_boolean("attention_bias", False)
     sliding = fields.get_boolean("use_sliding_window", False)
     return replace(
-        base_traits(fields, layers),
+        qwen3_rotation(fields, base_traits(fields, layers)),
         windows=parse_uniform_windows(fields, layers, 4096) if sliding else (0,) * layers,
         attention_bias=biased,
         output_bias=biased,

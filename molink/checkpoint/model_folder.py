@@ -118,6 +118,11 @@ class ModelFolder:
         if not 0 <= first < last <= config.layers:
             given = format_layers((first, last))
             raise UsageError(f"{path} has layers 1-{config.layers}; {given} is out of range")
+        if any(0 < border < config.first_layers for border in (first, last)):
+            given, whole = format_layers((first, last)), format_layers((0, config.first_layers))
+            raise UsageError(
+                f"{path}: layers {given} cut layers {whole}, which one stage must hold"
+            )
         shapes = stage_tensors(config, first, last)
         wanted = required_tensors(shapes, config.quantized, tensors, config.low_bit)
         _check_tensors(path, tensors, wanted)

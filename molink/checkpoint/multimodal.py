@@ -26,6 +26,7 @@ TEXT_MODELS = {
     "Mistral3ForConditionalGeneration": "mistral",
     "Qwen2_5_VLForConditionalGeneration": "qwen2",
     "Qwen3VLForConditionalGeneration": "qwen3",
+    "Qwen3VLMoeForConditionalGeneration": "qwen3_moe",
     "Qwen3_5ForConditionalGeneration": "qwen3_5_text",
     "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe_text",
     "SmolVLMForConditionalGeneration": "llama",
@@ -36,11 +37,15 @@ FLAT_MODELS = {"Phi4MMForCausalLM": "phi3", "Phi4MultimodalForCausalLM": "phi3"}
 _TEXT_DEFAULTS = {
     name: {"rms_norm_eps": 1e-5}
     for name in ("Idefics3ForConditionalGeneration", "SmolVLMForConditionalGeneration")
+} | {
+    "Qwen3VLForConditionalGeneration": {"rope_theta": 500_000.0},
+    "Qwen3VLMoeForConditionalGeneration": {"rope_theta": 500_000.0, "norm_topk_prob": True},
 }
 #: ``model_type`` of text models → another one of the same family.
 _SAME_TYPES = {
     "gemma4_unified_text": "gemma4_text",
     "qwen2_5_vl_text": "qwen2",
+    "qwen3_vl_moe_text": "qwen3_moe",
     "qwen3_vl_text": "qwen3",
 }
 #: Models whose text model has its fields in ``text_config`` only since transformers 4.52.

@@ -62,6 +62,7 @@ def model_facts(
         last_bytes=_count_elements(last_stage_tensors(config)) * size,
         vision_bytes=_count_elements(vision_tensors(config)) * size,
         image_elements=0 if config.vision is None else config.vision.image_elements,
+        first_layers=config.first_layers,
         kv_bytes=config.kv_kinds * keys * size,
         int8_kv_bytes=config.kv_kinds
         * max(shape.kv_heads * (shape.head_dim + KV_SCALE_BYTES) for shape in shapes),

@@ -29,8 +29,8 @@ class RopeConfig:
     ``original_context`` is the trained length in tokens: for ``dynamic`` always
     ``max_position_embeddings``, as in transformers. ``partial_rotary_factor`` is the rotated part
     of a head, its first dimensions; those of ``proportional`` are the first of each half, with the
-    frequencies that all would have. ``sections`` are numbers of pairs that an image's place, lines
-    and columns rotate (M-RoPE, arXiv 2409.12191, §2.1).
+    frequencies that all would have. ``axes`` say of each pair whether an image's place (0), lines
+    (1) or columns (2) rotate it (M-RoPE, arXiv 2409.12191, §2.1).
     """
 
     theta: float = DEFAULT_THETA
@@ -51,7 +51,7 @@ class RopeConfig:
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
     partial_rotary_factor: float = 1.0
-    sections: tuple[int, ...] = ()
+    axes: tuple[int, ...] = ()
 
     def rotary_dim(self, head_dim: int) -> int:
         """Number of dimensions of a head that have angles."""
@@ -128,20 +128,30 @@ def parse_scaled_longrope(config: ConfigFields, defaults: RopeDefaults) -> RopeC
     return _parse_scaling({**found, **stated}, config, defaults)
 
 
-def parse_sections(config: ConfigFields, head_dim: int) -> tuple[int, ...]:
-    """Parse which pairs of a head are rotated by an image's place, lines and columns.
+def parse_axes(
+    config: ConfigFields, rotary_dim: int, *, interleaved: bool = False
+) -> tuple[int, ...]:
+    """Parse what rotates each pair: an image's place (0), lines (1) or columns (2).
+
+    ``interleaved`` sections alternate as far as they reach (Qwen3-VL, arXiv 2511.21631, §2). Empty
+    if the config has none.
 
     Raises:
         BrokenModel: they are not all pairs.
     """
     found = config.get_object("rope_parameters") or config.get_object("rope_scaling")
     sections = ConfigFields(found, f"{config.where}: rope settings").get_integers("mrope_section")
-    if sections and (len(sections) != 3 or 2 * sum(sections) != head_dim):
+    if not sections:
+        return ()
+    if len(sections) != 3 or min(sections) < 0 or 2 * sum(sections) != rotary_dim:
         raise BrokenModel(
-            f"{config.where}: mrope_section {list(sections)[:9]} is not {head_dim // 2} pairs in "
+            f"{config.where}: mrope_section {list(sections)[:9]} is not {rotary_dim // 2} pairs in "
             "three parts"
         )
-    return sections
+    if not interleaved:
+        return tuple(axis for axis, count in enumerate(sections) for _ in range(count))
+    turns = enumerate(pair % 3 for pair in range(sum(sections)))
+    return tuple(axis if pair < 3 * sections[axis] else 0 for pair, axis in turns)
 
 
 def parse_query_scaling(config: ConfigFields, rope: RopeConfig) -> QueryScaling | None:

@@ -8,14 +8,15 @@ Biases are ``…_bias`` ``[experts, out]``.
 
 Granite's ``input_linear`` is a stack ``[experts, 2 * out, in]`` of gates and ups, ``output_linear``
 one of ``[experts, out, in]``. Qwen3.5 calls them ``experts.gate_up_proj`` and
-``experts.down_proj``, as gpt-oss does, but has no biases. Llama 4's have the same names in a module
-``feed_forward`` and are transposed.
+``experts.down_proj``, as gpt-oss does, but has no biases. Llama 4's and Qwen3-VL's have the same
+names and are transposed, which their shapes tell.
 """
 
 import re
-from collections.abc import Container
-from dataclasses import dataclass
+from collections.abc import Container, Mapping
+from dataclasses import dataclass, replace
 
+from molink.checkpoint.safetensors_header import TensorSpec
 from molink.gguf.block_formats import MXFP4_BLOCK
 
 _EXPERT_PATTERN = re.compile(r"(.+\.experts)\.(0|[1-9][0-9]{0,3})\.([a-z_]+)\.(weight|bias)")
@@ -28,8 +29,11 @@ _ROW_STACKS = {
     "up_proj": ("input_linear.weight", "experts.gate_up_proj", 1, 2),
     "down_proj": ("output_linear.weight", "experts.down_proj", 0, 1),
 }
-#: The module of stacks with the latter names that are transposed.
-_TRANSPOSED_MODULE = "feed_forward."
+#: The two stacks of a layer, in both spellings.
+_STACK_PAIRS = (
+    ("input_linear.weight", "output_linear.weight"),
+    ("experts.gate_up_proj", "experts.down_proj"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +69,31 @@ class StackedExpert:
         return {self.names[0]: (count, *(reversed(whole) if self.is_transposed else whole))}
 
 
-def find_stack(name: str, found: Container[str]) -> StackedExpert | None:
+def find_stack(name: str, found: Mapping[str, TensorSpec]) -> StackedExpert | None:
     """Find the stack that holds an expert's tensor ``name``, if any."""
+    stack = _match_stack(name, found)
+    if stack is None or stack.is_transposed:
+        return stack
+    return replace(stack, is_transposed=_is_transposed(stack.names[0], found))
+
+
+def _is_transposed(name: str, found: Mapping[str, TensorSpec]) -> bool:
+    """Whether ``name`` and the stack beside it are ``[experts, in, out]``.
+
+    Both have the width of experts, and one has it twice.
+    """
+    for up, down in _STACK_PAIRS:
+        if name.endswith((up, down)):
+            module = name.removesuffix(up).removesuffix(down)
+            shapes = [
+                found[one].shape for one in (f"{module}{up}", f"{module}{down}") if one in found
+            ]
+            return [len(shape) for shape in shapes] == [3, 3] and shapes[0][2] == 2 * shapes[1][1]
+    return False
+
+
+def _match_stack(name: str, found: Container[str]) -> StackedExpert | None:
+    """As :func:`find_stack`, without knowing whether rows are transposed."""
     match = _EXPERT_PATTERN.fullmatch(name) if ".experts." in name and name not in found else None
     if match is None:
         return None
@@ -81,13 +108,12 @@ def find_stack(name: str, found: Container[str]) -> StackedExpert | None:
             module = prefix.removesuffix("experts")
             for rows in (f"{module}{name}" for name in names):
                 if rows in found and f"{rows}_bias" not in found:
-                    turned = module.endswith(_TRANSPOSED_MODULE)
-                    return StackedExpert(int(index), (rows,), turned, part, parts)
+                    return StackedExpert(int(index), (rows,), False, part, parts)
     chosen = next((names for names in spellings if names[0] in found), None)
     return None if chosen is None else StackedExpert(int(index), chosen)
 
 
 def stack_names(name: str, found: Container[str]) -> tuple[str, ...]:
     """Names of the tensors that hold an expert's tensor; empty if it is not stacked."""
-    place = find_stack(name, found)
+    place = _match_stack(name, found)
     return () if place is None else place.names

@@ -70,13 +70,28 @@ class LinearShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectorShape:
-    """From a tower's rows to rows of the decoder: cells of ``side * side`` rows, projected."""
+    """From a tower's rows to rows of the decoder: cells of ``side * side`` rows, projected.
+
+    Its tensors' names begin with ``prefix``.
+    """
 
     side: int
     merging: Merging
     projections: tuple[LinearShape, ...]
     row_norm: NormShape | None = None
     cell_norm: NormShape | None = None
+    prefix: str = CONNECTOR_PREFIX
+
+    def list_tensors(self, hidden_size: int) -> dict[str, tuple[int, ...]]:
+        """Its tensors with their shapes, for rows of ``hidden_size`` elements."""
+        shapes: dict[str, tuple[int, ...]] = {}
+        cell = hidden_size if self.merging == "mean" else hidden_size * self.side**2
+        for norm, width in ((self.row_norm, hidden_size), (self.cell_norm, cell)):
+            if norm is not None:
+                shapes |= _norm_tensors(f"{self.prefix}{norm.name}", norm.kind, width)
+        for each in self.projections:
+            shapes |= _linear_tensors(self.prefix, each)
+        return shapes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,12 +125,15 @@ class ImageRules:
 class VisionConfig:
     """A vision tower: its size, names and connector, and the rules of its images.
 
-    ``position_side`` is the side of the table of learned positions; ``rope_theta`` rotates queries
-    and keys by a patch's line and column, with the same frequencies or ``alternating`` ones. A
-    ``gated`` MLP is ``act(gate) * up``. Patches attend to those in the same ``window``, a square of
-    so many, but in ``full_layers`` to all (0: in all layers). The projection of patches has weights
-    of ``frames``, which images repeat. With ``whole_images`` an image's rows in the decoder attend
-    to all of the image.
+    ``position_side`` is the side of the table of learned positions, which is resized to the grid of
+    an image; ``rope_theta`` rotates queries and keys by a patch's line and column, with the same
+    frequencies or ``alternating`` ones. A ``gated`` MLP is ``act(gate) * up``. Patches attend to
+    those in the same ``window``, a square of so many, but in ``full_layers`` to all (0: in all
+    layers). The projection of patches has weights of ``frames``, which images repeat.
+
+    With ``whole_images`` an image's rows in the decoder attend to all of the image. ``deepstack``
+    are layers of the tower with connectors: their rows are added to the image's rows after the
+    decoder's first layers, one for each (DeepStack, arXiv 2406.04334).
     """
 
     layers: int
@@ -131,6 +149,7 @@ class VisionConfig:
     names: TowerNames = field(default_factory=TowerNames)
     gated: bool = False
     biased: bool = True
+    patch_biased: bool = True
     position_side: int = 0
     rope_theta: float = 0.0
     alternating: bool = False
@@ -138,6 +157,12 @@ class VisionConfig:
     full_layers: frozenset[int] = frozenset()
     frames: int = 1
     whole_images: bool = False
+    deepstack: tuple[tuple[int, ConnectorShape], ...] = ()
+
+    @property
+    def connectors(self) -> tuple[ConnectorShape, ...]:
+        """All connectors: an image's row is as many of the decoder's rows, side by side."""
+        return self.connector, *(connector for _, connector in self.deepstack)
 
     @property
     def head_dim(self) -> int:
@@ -169,18 +194,16 @@ class VisionConfig:
         """Peak number of elements of the rows of the largest image in a layer.
 
         They are the residual, its norm, queries, keys and values (twice if rotated, again for
-        windows) and attended rows, or what an MLP keeps.
+        windows) and attended rows, or what an MLP keeps; rows of inner layers, and all rows of the
+        decoder, which a step may need meanwhile.
         """
         pixels = self.rules.most_pixels or self.rules.size**2
         patches = pixels // self.patch_size**2
         attended = (6 + 2 * bool(self.rope_theta) + 4 * bool(self.window)) * self.hidden_size
         inner = (2 + self.gated) * self.intermediate_size + 3 * self.hidden_size
-        return patches * max(attended, inner)
-
-    @property
-    def has_patch_bias(self) -> bool:
-        """Whether the projection of patches has a bias."""
-        return self.biased and self.frames == 1
+        cells = patches // self.connector.side**2
+        kept = (1 + 2 * len(self.deepstack)) * self.connector.projections[-1].outputs
+        return patches * max(attended, inner) + cells * kept
 
     @property
     def tensors(self) -> dict[str, tuple[int, ...]]:
@@ -189,7 +212,7 @@ class VisionConfig:
         frames = () if self.frames == 1 else (self.frames,)
         patch = 3, *frames, self.patch_size, self.patch_size
         shapes[f"{TOWER_PREFIX}{names.patches}.weight"] = width, *patch
-        if self.has_patch_bias:
+        if self.patch_biased:
             shapes[f"{TOWER_PREFIX}{names.patches}.bias"] = (width,)
         if names.positions is not None:
             table = self.position_side**2, width
@@ -202,7 +225,9 @@ class VisionConfig:
                 shapes |= _linear_tensors(TOWER_PREFIX, each)
         for name in norms:
             shapes |= _norm_tensors(f"{TOWER_PREFIX}{name}", self.norm_kind, width)
-        return shapes | self._connector_tensors
+        for connector in self.connectors:
+            shapes |= connector.list_tensors(width)
+        return shapes
 
     def layer_projections(self, layer: int) -> tuple[LinearShape, ...]:
         """A layer's projections: queries, keys, values, output; gate if there is one, up, down."""
@@ -226,17 +251,6 @@ class VisionConfig:
         )
         last = LinearShape(name=f"{prefix}{down}", inputs=inner, outputs=width, biased=self.biased)
         return (*attention, *ups, last)
-
-    @property
-    def _connector_tensors(self) -> dict[str, tuple[int, ...]]:
-        connector, shapes = self.connector, dict[str, tuple[int, ...]]()
-        for norm in (connector.row_norm, connector.cell_norm):
-            if norm is not None:
-                name = f"{CONNECTOR_PREFIX}{norm.name}"
-                shapes |= _norm_tensors(name, norm.kind, self.hidden_size)
-        for each in connector.projections:
-            shapes |= _linear_tensors(CONNECTOR_PREFIX, each)
-        return shapes
 
 
 def _norm_tensors(name: str, kind: VisionNorm, width: int) -> dict[str, tuple[int, ...]]:

@@ -6,11 +6,13 @@ differ.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from math import isqrt
 from typing import Any
 
 from molink.checkpoint.config_fields import ConfigFields
 from molink.checkpoint.vision import (
     MAX_SIDE,
+    TOWER_PREFIX,
     ConnectorShape,
     ImageRules,
     LinearShape,
@@ -209,9 +211,25 @@ def _mistral3(outer: ConfigFields, inner: ConfigFields, text: _TextShape) -> Vis
         names=_PIXTRAL_NAMES,
         gated=True,
         biased=False,
+        patch_biased=False,
         rope_theta=theta,
         alternating=True,
     )
+
+
+#: Names of Qwen2.5-VL's modules.
+_QWEN_NAMES = TowerNames(
+    patches="patch_embed.proj",
+    positions=None,
+    last_norm=None,
+    layers="blocks.",
+    attention_norm="norm1",
+    attention="attn",
+    heads=("qkv",),
+    output="proj",
+    mlp_norm="norm2",
+    mlp=("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
+)
 
 
 def _qwen2_5(outer: ConfigFields, inner: ConfigFields, text: _TextShape) -> VisionConfig:
@@ -253,23 +271,69 @@ def _qwen2_5(outer: ConfigFields, inner: ConfigFields, text: _TextShape) -> Visi
             mean=_CLIP_MEAN,
             std=_CLIP_STD,
         ),
-        names=TowerNames(
-            patches="patch_embed.proj",
-            positions=None,
-            last_norm=None,
-            layers="blocks.",
-            attention_norm="norm1",
-            attention="attn",
-            heads=("qkv",),
-            output="proj",
-            mlp_norm="norm2",
-            mlp=("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
-        ),
+        names=_QWEN_NAMES,
         gated=True,
+        patch_biased=False,
         rope_theta=10000.0,
         window=inner.get_integer("window_size", maximum=MAX_SIDE) // cell * side,
         full_layers=frozenset(inner.get_integers("fullatt_block_indexes")),
         frames=inner.get_integer("temporal_patch_size", maximum=_MAX_PATCH),
+    )
+
+
+def _qwen3(outer: ConfigFields, inner: ConfigFields, text: _TextShape) -> VisionConfig:
+    """Qwen3-VL (arXiv 2511.21631, §2) and Qwen3.5: learned and rotated positions."""
+    side = inner.get_integer("spatial_merge_size", maximum=_MAX_PATCH)
+    patch = inner.get_integer("patch_size", maximum=_MAX_PATCH)
+    width, layers = (
+        inner.get_integer("hidden_size", maximum=_MAX_WIDTH),
+        inner.get_integer("depth", maximum=_MAX_LAYERS),
+    )
+    rope = ConfigFields(inner.get_object("rope_parameters"), inner.where)
+    cell, merged = patch * side, width * side**2
+    after = inner.get_integers("deepstack_visual_indexes")
+    if len({*after}) < len(after) or not all(0 <= layer < layers for layer in after):
+        raise BrokenModel(
+            f"{inner.where}: deepstack_visual_indexes {list(after)[:9]} of {layers} layers"
+        )
+    connector = ConnectorShape(
+        side=side,
+        merging="by row",
+        row_norm=NormShape(name="norm", kind="biased layer", eps=1e-6),
+        projections=(
+            LinearShape(
+                name="linear_fc1", inputs=merged, outputs=merged, biased=True, activated=True
+            ),
+            LinearShape(name="linear_fc2", inputs=merged, outputs=text.hidden_size, biased=True),
+        ),
+    )
+    later = replace(connector, row_norm=None, cell_norm=connector.row_norm)
+    return VisionConfig(
+        layers=layers,
+        hidden_size=width,
+        heads=inner.get_integer("num_heads", maximum=_MAX_WIDTH),
+        intermediate_size=inner.get_integer("intermediate_size", maximum=_MAX_WIDTH),
+        patch_size=patch,
+        norm_kind="biased layer",
+        norm_eps=1e-6,
+        activation=_parse_activation(inner, "hidden_act", "gelu_pytorch_tanh"),
+        connector=connector,
+        rules=ImageRules(
+            layout="cells",
+            placeholder="<|image_pad|>",
+            token="<|image_pad|>",
+            size=MAX_SIDE // cell * cell,
+            least_pixels=256 * 256,
+            most_pixels=4096 * 4096,
+        ),
+        names=replace(_QWEN_NAMES, positions="pos_embed", mlp=("mlp.linear_fc1", "mlp.linear_fc2")),
+        position_side=isqrt(inner.get_integer("num_position_embeddings", maximum=MAX_SIDE**2)),
+        rope_theta=rope.get_positive("rope_theta", 10000.0),
+        frames=inner.get_integer("temporal_patch_size", maximum=_MAX_PATCH),
+        deepstack=tuple(
+            (layer, replace(later, prefix=f"{TOWER_PREFIX}deepstack_merger_list.{index}."))
+            for layer, index in sorted((layer, index) for index, layer in enumerate(after))
+        ),
     )
 
 
@@ -280,8 +344,23 @@ _IDEFICS_DEFAULTS = {
     "image_size": 224,
     "patch_size": 32,
 }
+_QWEN35_DEFAULTS = {
+    "hidden_size": 1152,
+    "depth": 27,
+    "num_heads": 16,
+    "intermediate_size": 4304,
+    "patch_size": 16,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "num_position_embeddings": 2304,
+}
+_QWEN3_DEFAULTS = {**_QWEN35_DEFAULTS, "deepstack_visual_indexes": [8, 16, 24]}
 #: Defaults of absent fields of towers.
 _DEFAULTS: dict[str, dict[str, Any]] = {
+    "Qwen3VLForConditionalGeneration": _QWEN3_DEFAULTS,
+    "Qwen3VLMoeForConditionalGeneration": _QWEN3_DEFAULTS,
+    "Qwen3_5ForConditionalGeneration": _QWEN35_DEFAULTS,
+    "Qwen3_5MoeForConditionalGeneration": _QWEN35_DEFAULTS,
     "Qwen2_5_VLForConditionalGeneration": {
         "hidden_size": 3584,
         "depth": 32,
@@ -317,6 +396,10 @@ _TOWERS: dict[str, Callable[[ConfigFields, ConfigFields, _TextShape], VisionConf
     "Mistral3ForConditionalGeneration": _mistral3,
     "Gemma3ForConditionalGeneration": _gemma3,
     "Qwen2_5_VLForConditionalGeneration": _qwen2_5,
+    "Qwen3VLForConditionalGeneration": _qwen3,
+    "Qwen3VLMoeForConditionalGeneration": _qwen3,
+    "Qwen3_5ForConditionalGeneration": _qwen3,
+    "Qwen3_5MoeForConditionalGeneration": _qwen3,
 }
 
 

@@ -280,9 +280,10 @@ class Footprint:
     #: CUDA graphs per layer, and their shared pool.
     layer_graph_bytes: int = 0
     graph_bytes: int = 0
-    #: Layers of the model, and those that keep a state, or nothing, of a request instead of KV;
-    #: with ``parallel_states`` a state beside KV.
+    #: Layers of the model, the fewest of the first stage, and those that keep a state, or nothing,
+    #: of a request instead of KV; with ``parallel_states`` a state beside KV.
     layers: int = 1
+    first_layers: int = 1
     recurrent_layers: tuple[int, ...] = ()
     mlp_layers: tuple[int, ...] = ()
     parallel_states: bool = False
@@ -342,6 +343,7 @@ class Footprint:
             layer_graph_bytes=GRAPH_BYTES * cuda,
             graph_bytes=(GRAPH_POOL_BYTES + load.max_decode_rows * row) * cuda,
             layers=facts.layers,
+            first_layers=facts.first_layers,
             recurrent_layers=facts.recurrent_layers,
             mlp_layers=facts.mlp_layers,
             parallel_states=facts.parallel_states,

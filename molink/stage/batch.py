@@ -80,9 +80,10 @@ class MtpOutput:
 
 @dataclass(frozen=True, slots=True)
 class ImageRows:
-    """Rows ``[n, hidden]`` of images, which replace the embeddings of the step's rows ``indices``.
+    """Rows of images, which replace the embeddings of the step's rows ``indices``.
 
-    They are on the host, in the compute type.
+    They are those of :meth:`.VisionTower.encode_image`, on the host, in the compute type: of
+    ``[n, hidden * (1 + layers)]``, all but the first are added after as many layers.
     """
 
     indices: Sequence[int]

@@ -10,7 +10,8 @@ from torch import Tensor
 from molink.checkpoint.config import ModelConfig
 from molink.errors import InvariantError
 from molink.stage.attention.base import AttentionBackend
-from molink.stage.batch import MtpInput, MtpOutput, SequenceRows, StageInput, StageOutput
+from molink.stage.batch import ImageRows, MtpInput, MtpOutput, SequenceRows, StageInput, StageOutput
+from molink.stage.decoder.block import AddedRows
 from molink.stage.decoder.decoder import Decoder
 from molink.stage.decoder.mixer import ForwardContext, StateContext
 from molink.stage.decoder.query_scale import QueryScales
@@ -99,7 +100,10 @@ class LayerPass:
             states = StateContext(self.states, self.states.locate_rows(batch.sequences))
             context = replace(context, states=states)
         context = replace(context, adapters=group_by_adapter(batch.sequences, self.device))
-        rows = self.decoder.run_layers(self.embed_batch(batch), context, between_layers)
+        rows, added = self.embed_batch(batch), None
+        if batch.image_rows is not None:
+            added = self._place_images(rows, batch.image_rows)
+        rows = self.decoder.run_layers(rows, context, between_layers, added)
         return self.finish_rows(rows, batch.logit_rows)
 
     def run_mtp(self, batch: MtpInput, positions: "array[int]", slots: "array[int]") -> MtpOutput:
@@ -128,13 +132,9 @@ class LayerPass:
         return ForwardContext(self.pool, both[count:], angles, attention)
 
     def embed_batch(self, batch: StageInput) -> Tensor:
-        """Residual rows ``[T, hidden]`` of a step, on the device."""
+        """Residual rows ``[T, hidden]`` of a step, on the device, without its images."""
         if batch.tokens is not None and self.is_first:
-            rows = self.embed_tokens(upload_tensor(batch.tokens, self.device))
-            if (seen := batch.image_rows) is not None:
-                found = upload_tensor(seen.rows, self.device).to(rows.dtype)
-                rows[upload_integers(seen.indices, self.device)] = found
-            return rows
+            return self.embed_tokens(upload_tensor(batch.tokens, self.device))
         if batch.hidden is None:
             raise InvariantError("a stage got neither tokens nor hidden rows")
         return self.widen_rows(upload_tensor(batch.hidden, self.device))
@@ -146,6 +146,14 @@ class LayerPass:
     def widen_rows(self, rows: Tensor) -> Tensor:
         """Rows ``[T, hidden]`` in the type of residual sums."""
         return rows.to(residual_dtype(self.dtype))
+
+    def _place_images(self, rows: Tensor, images: ImageRows) -> AddedRows:
+        """Write images' rows into ``rows``; returns what the first layers add to these."""
+        indices = upload_integers(images.indices, self.device)
+        found = upload_tensor(images.rows, self.device).to(rows.dtype)
+        embedded, *later = found.view(len(found), -1, rows.shape[1]).unbind(1)
+        rows[indices] = embedded
+        return AddedRows(indices, later)
 
     def finish_rows(self, rows: Tensor, logit_rows: Sequence[int]) -> StageOutput:
         """What the stage returns for residual rows ``[T, hidden]``."""

@@ -98,6 +98,47 @@ QWEN25_VL_3B = {
     },
     "vocab_size": 151936,
 }
+#: Qwen/Qwen3-VL-30B-A3B-Instruct
+QWEN3_VL_30B = {
+    "architectures": ["Qwen3VLMoeForConditionalGeneration"],
+    "model_type": "qwen3_vl_moe",
+    "text_config": {
+        "decoder_sparse_step": 1,
+        "head_dim": 128,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "mlp_only_layers": [],
+        "model_type": "qwen3_vl_moe_text",
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "num_attention_heads": 32,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 4,
+        "rope_scaling": {
+            "mrope_interleaved": True,
+            "mrope_section": [24, 20, 20],
+            "rope_type": "default",
+        },
+        "rope_theta": 5000000,
+        "vocab_size": 151936,
+    },
+    "vision_config": {
+        "deepstack_visual_indexes": [8, 16, 24],
+        "depth": 27,
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_size": 1152,
+        "intermediate_size": 4304,
+        "model_type": "qwen3_vl_moe",
+        "num_heads": 16,
+        "num_position_embeddings": 2304,
+        "out_hidden_size": 2048,
+        "patch_size": 16,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+    },
+}
 
 
 def tower(raw: dict[str, Any]) -> VisionConfig:
@@ -113,8 +154,9 @@ def tower(raw: dict[str, Any]) -> VisionConfig:
         (GEMMA3_4B, (896, 896), 256, 439, 419),
         (MISTRAL_SMALL, (1540, 1512), 55 * 54, 222, 438),
         (QWEN25_VL_3B, (336, 448), 192, 390, 668),
+        (QWEN3_VL_30B, (480, 640), 300, 351, 538),
     ],
-    ids=["SmolVLM-256M", "Gemma 3 4B", "Mistral Small 3.1", "Qwen2.5-VL 3B"],
+    ids=["SmolVLM-256M", "Gemma 3 4B", "Mistral Small 3.1", "Qwen2.5-VL 3B", "Qwen3-VL 30B"],
 )
 def test_released_towers(
     raw: dict[str, Any], size: tuple[int, int], rows: int, tensors: int, millions: int
@@ -125,14 +167,42 @@ def test_released_towers(
     assert len(shapes) == tensors
     assert sum(map(prod, shapes.values())) // 1_000_000 == millions
     config = ModelConfig.parse_config(raw, "config.json")
-    assert shapes.keys() <= stage_tensors(config, 0, 2).keys()
-    assert not shapes.keys() & stage_tensors(config, 1, 3).keys()
+    assert shapes.keys() <= stage_tensors(config, 0, 3).keys()
+    assert not shapes.keys() & stage_tensors(config, 3, 5).keys()
 
 
 def test_a_flat_text_model_rotates_by_sections() -> None:
     config = ModelConfig.parse_config(QWEN25_VL_3B, "config.json")
     assert (config.family, config.layers, config.tied_embeddings) == ("qwen2", 36, True)
-    assert (config.rope.kind, config.rope.sections) == ("default", (16, 24, 24))
+    assert (config.rope.kind, config.rope.axes) == ("default", (0,) * 16 + (1,) * 24 + (2,) * 24)
+
+
+def test_sections_alternate_in_qwen3_vl() -> None:
+    config = ModelConfig.parse_config(QWEN3_VL_30B, "config.json")
+    assert (config.family, config.first_layers) == ("qwen3_moe", 3)
+    assert config.rope.axes == (0, 1, 2) * 20 + (0,) * 4
+
+
+@pytest.mark.parametrize(
+    "after", [[8, 16, 27], [8, 8, 16], [-1, 3], list(range(27)) * 2, "8"], ids=str
+)
+def test_layers_that_a_tower_lacks_are_refused(after: Any) -> None:
+    changed = QWEN3_VL_30B["vision_config"] | {"deepstack_visual_indexes": after}
+    with pytest.raises(BrokenModel, match="deepstack_visual_indexes"):
+        tower(QWEN3_VL_30B | {"vision_config": changed})
+
+
+def test_a_decoder_with_fewer_layers_than_its_tower_adds_rows_to() -> None:
+    text = QWEN3_VL_30B["text_config"] | {"num_hidden_layers": 2}
+    with pytest.raises(BrokenModel, match="for more than 2 layers"):
+        tower(QWEN3_VL_30B | {"text_config": text})
+
+
+def test_rows_of_images_need_sections() -> None:
+    text = QWEN3_VL_30B["text_config"] | {"rope_scaling": None}
+    config = ModelConfig.parse_config(QWEN3_VL_30B | {"text_config": text}, "config.json")
+    assert config.is_text_only
+    assert any("not supported without mrope_section" in note for note in config.notes)
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,9 @@ def _reference_text(folder: Path, pictures: list[Any], count: int, eos: int | No
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("family", ["smolvlm", "mistral3", "gemma3", "qwen2_5_vl"])
+@pytest.mark.parametrize(
+    "family", ["smolvlm", "mistral3", "gemma3", "qwen2_5_vl", "qwen3_vl", "qwen3_5"]
+)
 def test_images_over_processes(
     tmp_path: Path, tools: type[Tools], make_model: MakeModel, family: str
 ) -> None:

@@ -32,6 +32,7 @@ PROCESSORS: dict[str, tuple[Any, dict[str, Any]]] = {
     "mistral3": (PixtralImageProcessorPil, {"patch_size": 16}),
     "gemma3": (Gemma3ImageProcessorPil, {}),
     "qwen2_5_vl": (Qwen2VLImageProcessorPil, {}),
+    "qwen3_vl": (Qwen2VLImageProcessorPil, {}),
 }
 SIZES = [(30, 20), (100, 170), (64, 64), (8, 200), (400, 90), (2, 2)]
 
@@ -49,7 +50,7 @@ def seeing(request: Any, make_model: MakeModel, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("seeing", ["smolvlm", "mistral3", "gemma3", "qwen2_5_vl"], indirect=True)
+@pytest.mark.parametrize("seeing", PROCESSORS, indirect=True)
 def test_pixels_of_the_released_processors(
     seeing: Path, size: tuple[int, int], request: pytest.FixtureRequest
 ) -> None:
@@ -57,12 +58,12 @@ def test_pixels_of_the_released_processors(
     picture, vision = make_picture(*size), open_vision(seeing)
     cut, (kind, more) = cut_image(picture, vision), PROCESSORS[family]
     given = PREPROCESSORS[family] | {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
-    if family == "qwen2_5_vl":
+    if vision.rules.layout == "cells":
         given |= {"patch_size": 4}
     found = kind(**given)(picture, return_tensors="pt", **more)
     ours = np.stack([np.array(tile) for tile in cut.tiles])
     pixels = (torch.from_numpy(ours).permute(0, 3, 1, 2) / 255 - 0.5) / 0.5
-    if family == "qwen2_5_vl":
+    if vision.rules.layout == "cells":
         pixels = cell_patches(pixels[0], vision)
         lines, columns = (extent // vision.patch_size for extent in cut.tiles[0].size[::-1])
         assert found["image_grid_thw"].tolist() == [[1, lines, columns]]

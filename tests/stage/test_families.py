@@ -228,6 +228,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3_5 that sees": ("qwen3_5", {}),
     "qwen3_vl as text": ("qwen3_vl", {}),
+    "qwen3_vl_moe as text": ("qwen3_vl_moe", {}),
     "qwen2_5_vl as text": (
         "qwen2_5_vl",
         {"rope_parameters": {"rope_theta": 10000.0, "mrope_section": [2, 3, 3]}},

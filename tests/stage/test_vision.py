@@ -6,6 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from molink.checkpoint.config import ModelConfig
+from molink.checkpoint.model_folder import ModelFolder
+from molink.errors import UsageError
 from tests.support.models import MakeModel
 from tests.support.sight import (
     SeeingRing,
@@ -16,7 +19,7 @@ from tests.support.sight import (
 )
 from tests.support.stage import BLOCK_SIZE, Reference
 
-FAMILIES = ("smolvlm", "mistral3", "gemma3", "qwen2_5_vl")
+FAMILIES = ("smolvlm", "mistral3", "gemma3", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5")
 TEXT = "What is the difference between @ and @, please?"
 
 
@@ -25,6 +28,8 @@ class Seen:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        #: Layers of the first stage at least.
+        self.first = ModelConfig.load_folder(folder).first_layers
         pictures = [make_picture(40, 24, 1), make_picture(20, 50, 2)]
         self.prompt = SeenPrompt.from_text(folder, TEXT, pictures)
         self.blocks = list(range(1, -(-(len(self.prompt.ids) + 32) // BLOCK_SIZE) + 1))
@@ -51,12 +56,13 @@ def seen(
 @pytest.mark.parametrize("splits", [(), (1,), (1, 2)], ids=["whole", "two stages", "three stages"])
 @pytest.mark.parametrize("chunk", [1024, 7])
 def test_a_prompt_with_images(seen: Seen, splits: tuple[int, ...], chunk: int) -> None:
-    ring = SeeingRing(seen.folder, splits)
+    ring = SeeingRing(seen.folder, tuple(split + seen.first - 1 for split in splits))
     logits = ring.run_prompt(seen.prompt, seen.blocks, chunk)
     torch.testing.assert_close(logits, seen.logits, rtol=0, atol=1e-4)
     assert ring.decode(seen.prompt, logits, 32, seen.blocks) == seen.answer
 
 
+@pytest.mark.parametrize("seen", [one for one in FAMILIES if one != "qwen3_5"], indirect=True)
 def test_a_prompt_whose_beginning_is_cached(seen: Seen) -> None:
     ring, spans = SeeingRing(seen.folder), [image.span for image in seen.prompt.images]
     ring.run_prompt(seen.prompt, seen.blocks)
@@ -64,6 +70,16 @@ def test_a_prompt_whose_beginning_is_cached(seen: Seen) -> None:
     for first in starts:
         logits = ring.run_prompt(seen.prompt, seen.blocks, first=first)
         torch.testing.assert_close(logits, seen.logits[first:], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("seen", ["qwen3_vl"], indirect=True)
+@pytest.mark.parametrize("layers", [(0, 1), (1, 4)])
+def test_one_stage_has_all_layers_that_add_rows_of_images(
+    seen: Seen, layers: tuple[int, int]
+) -> None:
+    assert seen.first == 2
+    with pytest.raises(UsageError, match="cut layers 1-2, which one stage must hold"):
+        ModelFolder.open(seen.folder, layers)
 
 
 def test_other_pixels_have_other_ids(seen: Seen) -> None:

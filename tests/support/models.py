@@ -310,10 +310,16 @@ FAMILY_FIELDS: dict[str, dict[str, Any]] = {
         name: value for name, value in GEMMA4.items() if name != "hidden_size_per_layer_input"
     },
     "mistral3": {"sliding_window": None, "model_type": "mistral"},
+    "qwen3_vl_moe": {
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+    },
     "aya_vision": COHERE2_TEXT,
     "cohere2_vision": COHERE2_TEXT,
 }
 
+_DEEPSTACK = {"out_hidden_size": 64, "deepstack_visual_indexes": [0]}
 #: Models that see images: the ``model_type`` of what sees, and what else its config says.
 SIGHT: dict[str, dict[str, Any]] = {
     "gemma3": {"model_type": "siglip_vision_model", "image_size": 224},
@@ -323,7 +329,8 @@ SIGHT: dict[str, dict[str, Any]] = {
     "cohere2_vision": {"model_type": "siglip_vision_model", "image_size": 28},
     "qwen3_5": {"model_type": "qwen3_5_vision", "out_hidden_size": 64},
     "qwen2_5_vl": {"model_type": "qwen2_5_vl_vision", "out_hidden_size": 64},
-    "qwen3_vl": {"model_type": "qwen3_vl_vision", "out_hidden_size": 64},
+    "qwen3_vl": {"model_type": "qwen3_vl_vision", **_DEEPSTACK},
+    "qwen3_vl_moe": {"model_type": "qwen3_vl_moe_vision", **_DEEPSTACK},
 }
 _SMALL_SIGHT = {
     "hidden_size": 32,

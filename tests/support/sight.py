@@ -36,6 +36,9 @@ TOKENS: dict[str, tuple[str, ...]] = {
     "mistral3": ("[IMG]", "[IMG_BREAK]", "[IMG_END]"),
     "gemma3": ("<image_soft_token>", "<start_of_image>", "<end_of_image>"),
     "qwen2_5_vl": ("<|image_pad|>", "<|vision_start|>", "<|vision_end|>"),
+    "qwen3_vl": ("<|image_pad|>", "<|vision_start|>", "<|vision_end|>"),
+    "qwen3_vl_moe": ("<|image_pad|>", "<|vision_start|>", "<|vision_end|>"),
+    "qwen3_5": ("<|image_pad|>", "<|vision_start|>", "<|vision_end|>"),
 }
 IMAGE_ID = 259
 _FIELDS: dict[str, dict[str, Any]] = {
@@ -52,6 +55,12 @@ _FIELDS: dict[str, dict[str, Any]] = {
         "outer_config": {"image_token_index": IMAGE_ID, "mm_tokens_per_image": 16},
     },
 }
+_QWEN_TOKENS = {
+    "image_token_id": IMAGE_ID,
+    "vision_start_token_id": IMAGE_ID + 1,
+    "vision_end_token_id": IMAGE_ID + 2,
+    "video_token_id": 300,
+}
 _FIELDS["qwen2_5_vl"] = {
     "vision_config": {
         "patch_size": 4,
@@ -61,16 +70,42 @@ _FIELDS["qwen2_5_vl"] = {
         "window_size": 16,
         "fullatt_block_indexes": [1],
     },
-    "outer_config": {
-        "image_token_id": IMAGE_ID,
-        "vision_start_token_id": IMAGE_ID + 1,
-        "vision_end_token_id": IMAGE_ID + 2,
-        "video_token_id": 300,
-    },
+    "outer_config": _QWEN_TOKENS,
     "rope_parameters": {
         "rope_type": "default",
         "rope_theta": 10000.0,
         "mrope_section": [2, 3, 3],
+    },
+}
+_FIELDS["qwen3_vl"] = {
+    "num_hidden_layers": 4,
+    "vision_config": {
+        "patch_size": 4,
+        "num_hidden_layers": 3,
+        "num_position_embeddings": 36,
+        "deepstack_visual_indexes": [0, 1],
+    },
+    "outer_config": _QWEN_TOKENS,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "mrope_section": [4, 2, 2],
+        "mrope_interleaved": True,
+    },
+}
+_FIELDS["qwen3_vl_moe"] = _FIELDS["qwen3_vl"]
+_FIELDS["qwen3_5"] = {
+    "vision_config": {
+        "patch_size": 4,
+        "num_hidden_layers": 2,
+        "num_position_embeddings": 36,
+    },
+    "outer_config": _QWEN_TOKENS,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [2, 1, 1],
     },
 }
 PREPROCESSORS: dict[str, dict[str, Any]] = {
@@ -78,6 +113,9 @@ PREPROCESSORS: dict[str, dict[str, Any]] = {
     "mistral3": {"size": {"longest_edge": 64}, "image_mean": [0.4, 0.5, 0.6]},
     "gemma3": {"size": {"height": 32, "width": 32}, "resample": 2},
     "qwen2_5_vl": {"min_pixels": 16 * 16, "max_pixels": 40 * 40},
+    "qwen3_vl": {"size": {"shortest_edge": 16 * 16, "longest_edge": 40 * 40}},
+    "qwen3_vl_moe": {"size": {"shortest_edge": 16 * 16, "longest_edge": 40 * 40}},
+    "qwen3_5": {"size": {"shortest_edge": 16 * 16, "longest_edge": 40 * 40}},
 }
 _TEMPLATE = (
     "{%% for message in messages %%}<|im_start|>{{ message['role'] }}\n"

@@ -37,6 +37,7 @@ class IncomingImages:
             if vision is not None:
                 _check_size(span, vision)
         self._spans = tuple(spans)
+        self._rows_per_token = 1 if vision is None else len(vision.connectors)
         self._pixels = bytearray()
         self._num_bytes = sum(span.num_pixel_bytes for span in spans)
         if self._num_bytes > MAX_PIXEL_BYTES:
@@ -61,7 +62,7 @@ class IncomingImages:
 
     def held_bytes(self, hidden_size: int) -> int:
         """Memory that they take, first as pixels, then as rows of the decoder."""
-        rows = sum(span.num_rows for span in self._spans)
+        rows = sum(span.num_rows for span in self._spans) * self._rows_per_token
         return max(self._num_bytes, rows * hidden_size * _ELEMENT_BYTES)
 
     def add_pixels(self, first: int, data: memoryview) -> None:

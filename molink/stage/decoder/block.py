@@ -99,6 +99,17 @@ class DecoderBlock:
 
 
 @dataclass(frozen=True, slots=True)
+class AddedRows:
+    """What is added to the step's rows ``indices`` (int64 ``[n]``) after each of the first layers.
+
+    Rows ``[n, hidden]`` for each of these.
+    """
+
+    indices: Tensor
+    layers: Sequence[Tensor]
+
+
+@dataclass(frozen=True, slots=True)
 class HostExperts:
     """Experts of each layer that lie in host memory: how many, and how they are loaded.
 
@@ -116,6 +127,7 @@ def run_blocks(
     rows: Tensor,
     context: ForwardContext,
     between_layers: Callable[[], None] | None = None,
+    added: AddedRows | None = None,
 ) -> Tensor:
     """Run rows ``[T, hidden]`` through layers; call ``between_layers`` after each but the last.
 
@@ -124,28 +136,39 @@ def run_blocks(
     """
     normed = blocks[0].input_norm(rows)
     next_norms = (*(block.input_norm for block in blocks[1:]), IdentityNorm(rows.dtype))
-    for block, next_norm in zip(blocks, next_norms, strict=True):
+    for layer, (block, next_norm) in enumerate(zip(blocks, next_norms, strict=True)):
         normed = block.mixer(normed, context)
         if block.mlp is not None:
             rows, normed = block.add_residual(
                 rows, normed, block.scale, block.post_attention_norm, block.mlp_norm
             )
             normed = run_mlp(block.mlp, normed, context.adapters)
-        rows, normed = _finish_block(block, rows, normed, next_norm)
+        extra = None
+        if added is not None and layer < len(added.layers):
+            extra = added.indices, added.layers[layer]
+        rows, normed = _finish_block(block, rows, normed, next_norm, extra)
         if between_layers is not None and block is not blocks[-1]:
             between_layers()
     return rows
 
 
 def _finish_block(
-    block: DecoderBlock, rows: Tensor, result: Tensor, next_norm: Norm
+    block: DecoderBlock,
+    rows: Tensor,
+    result: Tensor,
+    next_norm: Norm,
+    extra: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Add a layer's last ``result`` to rows; returns them, and them normed."""
-    if block.layer_scale == 1.0:
+    """Add a layer's last ``result`` to rows; returns them, and them normed.
+
+    ``extra`` are indices of some rows, and what is added to these.
+    """
+    if block.layer_scale == 1.0 and extra is None:
         return block.add_residual(rows, result, block.scale, block.post_mlp_norm, next_norm)
     unnormed = IdentityNorm(rows.dtype)
     rows, _ = block.add_residual(rows, result, block.scale, block.post_mlp_norm, unnormed)
-    rows = rows.mul_(block.layer_scale)
+    rows = rows if block.layer_scale == 1.0 else rows.mul_(block.layer_scale)
+    rows = rows if extra is None else rows.index_add_(0, *extra)
     return rows, next_norm(rows)
 
 

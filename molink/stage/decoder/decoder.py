@@ -9,7 +9,14 @@ from torch import Tensor
 from molink.checkpoint.config import ModelConfig
 from molink.checkpoint.tensor_layout import EMBEDDING_NAME, FINAL_NORM_NAME, OUTPUT_HEAD_NAME
 from molink.errors import InvariantError
-from molink.stage.decoder.block import DecoderBlock, HostExperts, load_block, load_norm, run_blocks
+from molink.stage.decoder.block import (
+    AddedRows,
+    DecoderBlock,
+    HostExperts,
+    load_block,
+    load_norm,
+    run_blocks,
+)
 from molink.stage.decoder.mixer import ForwardContext
 from molink.stage.decoder.mtp import MtpModule, load_mtp
 from molink.stage.decoder.norm import Norm
@@ -82,9 +89,10 @@ class Decoder:
         rows: Tensor,
         context: ForwardContext,
         between_layers: Callable[[], None] | None = None,
+        added: AddedRows | None = None,
     ) -> Tensor:
         """Run rows ``[T, hidden]`` through all layers (see :func:`.run_blocks`)."""
-        return run_blocks(self.blocks, rows, context, between_layers)
+        return run_blocks(self.blocks, rows, context, between_layers, added)
 
     def normalize_rows(self, rows: Tensor) -> Tensor:
         """Apply the model's last norm to rows ``[T, hidden]``."""

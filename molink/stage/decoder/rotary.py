@@ -91,7 +91,7 @@ class Rope:
         self._order = (2, 0, 3, 1) if interleaved else (2, 0, 1, 3)
         self._config, self._dim = config, config.rotary_dim(head_dim)
         self._dtype, self._device = dtype, device
-        self._cell = cell if config.sections else 0
+        self._cell = cell if config.axes else 0
         self._frequencies, self._scale = rope_frequencies(config, head_dim)
         self._tables = torch.empty(0)
 
@@ -135,7 +135,7 @@ class Rope:
         return AngleTable(tables, positions, config.original_context, self._cell)
 
     def _angles_of_images(self, sequences: Sequence[SequenceRows]) -> Tensor:
-        """Angles where pairs follow an image's place, lines or columns, as sections say."""
+        """Angles where pairs follow an image's place, lines or columns."""
         numbers = [
             _clamp(number, sequence.end)
             for sequence in sequences
@@ -143,8 +143,7 @@ class Rope:
             for number in places
         ]
         found = self._tables[0][upload_integers(numbers, self._device).view(-1, 3)]
-        counts = torch.tensor(self._config.sections)
-        axes = torch.arange(3).repeat_interleave(counts).repeat(2).to(self._device)
+        axes = torch.tensor(self._config.axes).repeat(2).to(self._device)
         return found.gather(1, axes.view(1, 1, 1, 1, -1).expand(len(found), 1, *found.shape[2:]))[
             :, 0
         ]

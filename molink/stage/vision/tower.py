@@ -5,11 +5,13 @@ A forward pass processes one image. Rows are patches, line by line.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import isqrt
 
 import torch
 from torch import Tensor
 from torch.nn.functional import (
     gelu,
+    interpolate,
     layer_norm,
     rms_norm,
     scaled_dot_product_attention,
@@ -17,8 +19,8 @@ from torch.nn.functional import (
 )
 
 from molink.checkpoint.vision import (
-    CONNECTOR_PREFIX,
     TOWER_PREFIX,
+    ConnectorShape,
     LinearShape,
     Merging,
     NormShape,
@@ -129,8 +131,37 @@ class VisionBlock:
 
 
 @dataclass(frozen=True, slots=True)
+class Connector:
+    """Merges rows to cells, and projects these to the decoder's width."""
+
+    shape: ConnectorShape
+    row_norm: VisionNormLayer | None
+    cell_norm: VisionNormLayer | None
+    projections: tuple[Projection, ...]
+
+    def __call__(self, rows: Tensor, lines: int, columns: int) -> Tensor:
+        """Cells ``[T, hidden]`` of rows of ``lines * columns`` patches."""
+        if self.row_norm is not None:
+            rows = self.row_norm(rows)
+        cells = _merge_cells(rows.view(lines, columns, -1), self.shape.side, self.shape.merging)
+        if self.cell_norm is not None:
+            cells = self.cell_norm(cells)
+        for shape, project in zip(self.shape.projections, self.projections, strict=True):
+            cells = gelu(project(cells)) if shape.activated else project(cells)
+        return cells
+
+    @property
+    def nbytes(self) -> int:
+        parts = (self.row_norm, self.cell_norm, *self.projections)
+        return sum(part.nbytes for part in parts if part is not None)
+
+
+@dataclass(frozen=True, slots=True)
 class VisionTower:
-    """Turns an image into rows of the decoder, one for each cell of its patches."""
+    """Turns an image into rows of the decoder, one for each cell of its patches.
+
+    With a connector after inner layers, too, a row has the decoder's width as many times.
+    """
 
     config: VisionConfig
     patches: PlainLinear
@@ -139,10 +170,9 @@ class VisionTower:
     first_norm: VisionNormLayer | None
     blocks: tuple[VisionBlock, ...]
     last_norm: VisionNormLayer | None
-    row_norm: VisionNormLayer | None
-    cell_norm: VisionNormLayer | None
-    #: The connector's projections.
-    projections: tuple[Projection, ...]
+    connector: Connector
+    #: Connectors by the inner layer whose rows they take, in the order of the decoder's layers.
+    deepstack: dict[int, Connector]
     dtype: torch.dtype
     device: torch.device
 
@@ -151,7 +181,8 @@ class VisionTower:
         """Encode an image of ``pixels`` (uint8 ``[height, width, 3]``).
 
         Returns:
-            Rows ``[cells, hidden]`` of the decoder in the compute type, on the device.
+            Rows ``[cells, hidden]`` of the decoder in the compute type, on the device. Those of
+            DeepStack follow in each row: ``[cells, hidden * (1 + layers)]``.
 
         Raises:
             InvariantError: the tower doesn't take that size.
@@ -165,7 +196,7 @@ class VisionTower:
         lines, columns = height // patch, width // patch
         rows = self.patches(self._split_patches(pixels))
         if self.positions is not None:
-            rows = rows + self.positions
+            rows = rows + _resize_positions(self.positions, lines, columns)
         if self.first_norm is not None:
             rows = self.first_norm(rows)
         config = self.config
@@ -173,12 +204,15 @@ class VisionTower:
         windows = None
         if config.window:
             windows = Windows.of_grid(lines, columns, config.window, self.device)
+        inner: dict[int, Tensor] = {}
         for layer, block in enumerate(self.blocks):
             rows = block(rows, angles, None if layer in config.full_layers else windows)
+            if layer in self.deepstack:
+                inner[layer] = self.deepstack[layer](rows, lines, columns)
         rows = rows if self.last_norm is None else self.last_norm(rows)
-        rows = self._connect_rows(rows, lines, columns)
+        rows = self.connector(rows, lines, columns)
         assert len(rows) == cells
-        return rows
+        return torch.cat((rows, *(inner[layer] for layer in self.deepstack)), dim=1)
 
     def _split_patches(self, pixels: Tensor) -> Tensor:
         """Split into normalized patches ``[lines * columns, 3 * patch * patch]``, by channel."""
@@ -208,23 +242,22 @@ class VisionTower:
         both = torch.stack((torch.cat((cos, cos), 1), torch.cat((-sin, sin), 1)), dim=1)
         return both[:, None].to(self.device, self.dtype)
 
-    def _connect_rows(self, rows: Tensor, lines: int, columns: int) -> Tensor:
-        connector = self.config.connector
-        if self.row_norm is not None:
-            rows = self.row_norm(rows)
-        cells = _merge_cells(rows.view(lines, columns, -1), connector.side, connector.merging)
-        if self.cell_norm is not None:
-            cells = self.cell_norm(cells)
-        for shape, project in zip(connector.projections, self.projections, strict=True):
-            cells = gelu(project(cells)) if shape.activated else project(cells)
-        return cells
-
     @property
     def nbytes(self) -> int:
         """Bytes of memory."""
-        norms = (self.first_norm, self.last_norm, self.row_norm, self.cell_norm)
-        parts = (self.patches, *self.blocks, *self.projections, *norms)
+        connectors = (self.connector, *self.deepstack.values())
+        parts = (self.patches, *self.blocks, *connectors, self.first_norm, self.last_norm)
         return total_bytes(self.positions) + sum(part.nbytes for part in parts if part is not None)
+
+
+def _resize_positions(table: Tensor, lines: int, columns: int) -> Tensor:
+    """Learned positions ``[side * side, hidden]`` resized to ``[lines * columns, hidden]``."""
+    side = isqrt(len(table))
+    if (lines, columns) == (side, side):
+        return table
+    grid = table.float().t().view(1, -1, side, side)
+    resized = interpolate(grid, (lines, columns), mode="bilinear", align_corners=True)
+    return resized.view(-1, lines * columns).t().to(table.dtype)
 
 
 def _merge_cells(rows: Tensor, side: int, merging: Merging) -> Tensor:
@@ -245,12 +278,12 @@ def _merge_cells(rows: Tensor, side: int, merging: Merging) -> Tensor:
 
 def load_tower(reader: WeightReader, config: VisionConfig) -> VisionTower:
     """Load a tower and its connector; raises as :meth:`.WeightReader.read_tensors`."""
-    names, connector = config.names, config.connector
+    names = config.names
     patches = reader.read_tensors(f"{TOWER_PREFIX}{names.patches}.weight")
     if config.frames > 1:
         patches = patches.float().sum(dim=2).to(patches.dtype)
     bias = None
-    if config.has_patch_bias:
+    if config.patch_biased:
         bias = reader.read_tensors(f"{TOWER_PREFIX}{names.patches}.bias")
     positions = None
     if names.positions is not None:
@@ -259,10 +292,6 @@ def load_tower(reader: WeightReader, config: VisionConfig) -> VisionTower:
         None if name is None else _load_tower_norm(reader, config, name)
         for name in (names.first_norm, names.last_norm)
     )
-    row_norm, cell_norm = (
-        None if shape is None else _load_norm(reader, CONNECTOR_PREFIX, shape)
-        for shape in (connector.row_norm, connector.cell_norm)
-    )
     return VisionTower(
         config,
         PlainLinear(patches.flatten(1), bias),
@@ -270,12 +299,20 @@ def load_tower(reader: WeightReader, config: VisionConfig) -> VisionTower:
         first,
         tuple(_load_block(reader, config, layer) for layer in range(config.layers)),
         last,
-        row_norm,
-        cell_norm,
-        _load_projections(reader, CONNECTOR_PREFIX, connector.projections),
+        _load_connector(reader, config.connector),
+        {layer: _load_connector(reader, shape) for layer, shape in config.deepstack},
         reader.dtype,
         reader.device,
     )
+
+
+def _load_connector(reader: WeightReader, shape: ConnectorShape) -> Connector:
+    row_norm, cell_norm = (
+        None if norm is None else _load_norm(reader, shape.prefix, norm)
+        for norm in (shape.row_norm, shape.cell_norm)
+    )
+    projections = _load_projections(reader, shape.prefix, shape.projections)
+    return Connector(shape, row_norm, cell_norm, projections)
 
 
 def _load_block(reader: WeightReader, config: VisionConfig, layer: int) -> VisionBlock:

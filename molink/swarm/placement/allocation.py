@@ -83,7 +83,7 @@ def fits_model(desired: DesiredModel, offers: Iterable[Candidate]) -> bool:
     for first, last in permutations(hosts, 2) if layers > 1 else ():
         ends = first.max_layers(opens=True), last.max_layers(closes=True)
         rest = sum(max(0, one.max_layers()) for one in hosts if one not in (first, last))
-        if min(ends) >= 1 and sum(ends) + rest >= layers:
+        if ends[0] >= desired.facts.first_layers and ends[1] >= 1 and sum(ends) + rest >= layers:
             return True
     return False
 

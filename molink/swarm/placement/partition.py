@@ -37,6 +37,8 @@ class StageCosts:
     experts: MovableExperts | None = None
     layers: int = 0
     read_share: float = 1.0
+    #: Layers that the first stage has at least.
+    first_layers: int = 1
 
     @classmethod
     def from_footprint(
@@ -63,6 +65,7 @@ class StageCosts:
             experts=need.experts,
             layers=need.layers,
             read_share=share,
+            first_layers=need.first_layers,
         )
 
     def memory_needed(self, layers: int, *, opens: bool, closes: bool) -> int:
@@ -133,7 +136,8 @@ class StageHost:
         fixed = self.step_time(0, closes=closes)
         cap = self.max_layers(opens=opens, closes=closes)
         per_layer = (self.costs.layer_weights - self.costs.unread) / self.rate
-        return LinearTime(cap, fixed, per_layer, *self._find_bend(opens=opens, closes=closes))
+        bend = self._find_bend(opens=opens, closes=closes)
+        return LinearTime(cap, fixed, per_layer, *bend, self.costs.first_layers if opens else 1)
 
     @property
     def _movable_experts(self) -> MovableExperts | None:
@@ -283,8 +287,10 @@ def _split_in_order(gap: Gap, order: Sequence[StageHost], floor: float) -> Split
         host.linear_time(opens=gap.opens and i == 0, closes=gap.closes and i == last)
         for i, host in enumerate(order)
     ]
-    caps = [stage.max_layers for stage in stages]
-    if min(caps) < 1 or sum(caps) < gap.layers or len(order) > gap.layers:
+    if any(stage.max_layers < stage.min_layers for stage in stages):
+        return None
+    least, most = sum(one.min_layers for one in stages), sum(one.max_layers for one in stages)
+    if not least <= gap.layers <= most:
         return None
     slowest = max(floor, min_slowest_time(gap.layers, stages))
     counts = split_layers(gap.layers, stages, slowest)
@@ -295,7 +301,7 @@ def _split_in_order(gap: Gap, order: Sequence[StageHost], floor: float) -> Split
 
 @dataclass(frozen=True, slots=True)
 class LinearTime:
-    """A stage's time as a linear function of its layers, up to ``max_layers``.
+    """A stage's time as a linear function of its layers, from ``min_layers`` to ``max_layers``.
 
     From ``bend`` layers on a layer takes ``steeper`` seconds more than ``per_layer``.
     """
@@ -305,6 +311,7 @@ class LinearTime:
     per_layer: float
     bend: float = inf
     steeper: float = 0.0
+    min_layers: int = 1
 
     def time_of(self, layers: int) -> float:
         """Seconds of ``layers`` layers, at least one."""
@@ -345,11 +352,15 @@ class LinearTime:
 
 def min_slowest_time(layers: int, stages: Sequence[LinearTime]) -> float:
     """Slowest stage of the optimal split: each layer goes to the stage that finishes it first."""
-    counts = [1] * len(stages)
-    heap = [(stage.time_of(2), i) for i, stage in enumerate(stages) if stage.max_layers > 1]
+    counts = [stage.min_layers for stage in stages]
+    heap = [
+        (stage.time_of(stage.min_layers + 1), i)
+        for i, stage in enumerate(stages)
+        if stage.max_layers > stage.min_layers
+    ]
     heapq.heapify(heap)
-    slowest = max(stage.time_of(1) for stage in stages)
-    for _ in range(layers - len(stages)):
+    slowest = max(stage.time_of(stage.min_layers) for stage in stages)
+    for _ in range(layers - sum(counts)):
         seconds, i = heapq.heappop(heap)
         slowest = max(slowest, seconds)
         counts[i] += 1
@@ -362,10 +373,10 @@ def split_layers(
     layers: int, stages: Sequence[LinearTime], ceiling: float = inf
 ) -> list[int] | None:
     """Layers of each stage for the least total time, none over ``ceiling`` seconds."""
-    counts = [1] * len(stages)
-    left = layers - len(stages)
+    counts = [stage.min_layers for stage in stages]
+    left = layers - sum(counts)
     most = [stage.max_within(ceiling) for stage in stages]
-    if left < 0 or min(most) < 1:
+    if left < 0 or any(upto < count for upto, count in zip(most, counts, strict=True)):
         return None
     for _, i, upto in order_pieces(enumerate(stages)):
         more = min(left, max(0, min(most[i], upto) - counts[i]))

@@ -256,10 +256,14 @@ def row_bytes(facts: ModelFacts, dtype: str) -> int:
 
 
 def explain_misfit(stage: str, facts: ModelFacts) -> str:
-    """Why the model lacks the layers that a peer names (``A-B``); empty if it has them."""
-    layers = parse_layers(stage)
-    if layers is None or 0 <= layers[0] < layers[1] <= facts.layers:
+    """Why a stage can't have the layers that a peer names (``A-B``); empty if it can."""
+    layers, whole = parse_layers(stage), (0, facts.first_layers)
+    if layers is None:
         return ""
+    if 0 <= layers[0] < layers[1] <= facts.layers:
+        if not any(0 < border < facts.first_layers for border in layers):
+            return ""
+        return f"cuts layers {format_layers(whole)} of {facts.name}, which one stage must hold"
     return f"names layers that {facts.name} doesn't have: it has {facts.layers}"
 
 

@@ -162,17 +162,18 @@ def _total_time(
         if counts is None:
             return None
         return sum(line.time_of(n) for line, n in zip(lines, counts, strict=True))
-    first, last, left, total = order[0], order[-1], task.layers - len(order), 0.0
+    first, last, total = order[0], order[-1], 0.0
+    left = task.layers - sum(line.min_layers for line in linear_times(task, order))
     for i in by_speed:
         if i not in order:
             continue
         line = task.linear_times[i][(i == first) + 2 * (i == last)]
         most = line.max_layers if ceiling == inf else line.max_within(ceiling)
-        if most < 1:
+        if most < line.min_layers:
             return None
-        more = min(left, most - 1)
+        more = min(left, most - line.min_layers)
         left -= more
-        total += line.time_of(1 + more)
+        total += line.time_of(line.min_layers + more)
     return total if left == 0 else None
 
 

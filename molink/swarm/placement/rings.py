@@ -105,7 +105,7 @@ def evaluate_ring(
     way = _path_time(task, order)
     lines = linear_times(task, order)
     if way is None or any(
-        not 1 <= n <= one.max_layers for one, n in zip(lines, counts, strict=True)
+        not one.min_layers <= n <= one.max_layers for one, n in zip(lines, counts, strict=True)
     ):
         return None
     return _build_ring(task, order, lines, counts, way)
@@ -183,7 +183,7 @@ def _level_counts(lines: Sequence[LinearTime], counts: list[int]) -> list[int]:
     for i, line in enumerate(lines):
         for j, other in enumerate(lines):
             while (
-                counts[i] > 1
+                counts[i] > line.min_layers
                 and counts[j] < other.max_layers
                 and _is_equal(line.layer_s(counts[i]), other.layer_s(counts[j] + 1))
                 and other.time_of(counts[j] + 1) < line.time_of(counts[i]) * (1 - TOLERANCE)
@@ -230,7 +230,7 @@ def _slowest_bound(layers: int, lines: Sequence[LinearTime]) -> float:
 def estimate_cost(task: RingTask, order: Sequence[int]) -> float | None:
     """Approximate cost of the best ring of that order, with the least slowest stage."""
     way, lines = _path_time(task, order), linear_times(task, order)
-    if way is None or min(line.max_layers for line in lines) < 1:
+    if way is None or any(line.max_layers < line.min_layers for line in lines):
         return None
     if sum(line.max_layers for line in lines) < task.layers:
         return None

@@ -22,7 +22,6 @@ from tests.molinkd.worker.test_states import ANSWER, GREEDY, States
 from tests.support.models import MakeModel
 from tests.support.sight import SeenPrompt, answer_reference, make_picture, make_seeing
 
-SPLITS = ((0, 1), (1, 2), (2, 3))
 SIZES = ((40, 24), (20, 50), (64, 64))
 Prompts = dict[str, SeenPrompt]
 
@@ -31,8 +30,9 @@ class Sight(States):
     """Stages that see; their scheduler gets what the receiver would have encoded."""
 
     def __init__(self, stages: Sequence[Stage], **limits: Any) -> None:
-        whole = stages[0].config.sees_whole_images
-        super().__init__(stages, **{"state_slots": 0, "whole_images": whole, **limits})
+        config = stages[0].config
+        slots, whole = 8 * config.keeps_states, config.sees_whole_images
+        super().__init__(stages, **{"state_slots": slots, "whole_images": whole, **limits})
         self._encoder = ImageEncoder(stages[0])
 
     def ask(self, prompts: Prompts) -> None:
@@ -50,7 +50,9 @@ class Sight(States):
             self.answers[key] = []
 
 
-@pytest.fixture(scope="module", params=["smolvlm", "mistral3", "gemma3", "qwen2_5_vl"])
+@pytest.fixture(
+    scope="module", params=["smolvlm", "mistral3", "gemma3", "qwen2_5_vl", "qwen3_vl", "qwen3_5"]
+)
 def folder(request: pytest.FixtureRequest, make_model: MakeModel, tmp_path_factory: Any) -> Path:
     torch.set_num_threads(1)
     return make_seeing(make_model, tmp_path_factory.mktemp("sight") / "model", request.param)
@@ -59,7 +61,9 @@ def folder(request: pytest.FixtureRequest, make_model: MakeModel, tmp_path_facto
 @pytest.fixture(scope="module")
 def stages(folder: Path) -> Sequence[Stage]:
     opened = ModelFolder.open(folder)
-    return [Stage.load_layers(opened, layers, "cpu", "f32") for layers in SPLITS]
+    first = opened.config.first_layers
+    splits = (0, first), (first, first + 1), (first + 1, opened.config.layers)
+    return [Stage.load_layers(opened, layers, "cpu", "f32") for layers in splits]
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +99,7 @@ def test_preempted_requests_see_again(
     stages: Sequence[Stage], prompts: Prompts, expected: dict[str, list[int]]
 ) -> None:
     longest = max(len(prompt.ids) for prompt in prompts.values())
-    served = Sight(stages, num_blocks=(longest + ANSWER) // 4 + 24)
+    served = Sight(stages, num_blocks=(longest + ANSWER) // 4 + 12)
     served.ask(prompts)
     assert served.finish() == expected
     counters, _ = served.scheduler.collect_stats()
@@ -119,7 +123,10 @@ def test_images_are_cached_by_their_pixels(
     shared = [image for image in prompts["0"].images if image in prompts["1"].images]
     after = prompts["1"].images[len(shared)].span
     assert served.cached["same"] >= len(prompts["0"].ids) - 4
-    assert shared[-1].span.end - 4 < served.cached["1"] <= after.start + 4
+    if stages[0].config.keeps_states:
+        assert served.cached["1"] == 0, "no state was kept between its images"
+    else:
+        assert shared[-1].span.end - 4 < served.cached["1"] <= after.start + 4
     assert served.cached["other"] <= shared[0].span.start
 
 

@@ -229,6 +229,20 @@ def test_reason_names_what_is_missing(candidates: list[Candidate], reason: str) 
     assert re.search(reason, found.reason), found.reason
 
 
+@pytest.mark.parametrize("named", ["1", "1-2", "2-8", "3-8"])
+def test_no_peer_may_cut_the_first_layers(named: str) -> None:
+    found = place(facts(first_layers=3), [peer("a", stage=named)])
+    assert isinstance(found, Unplaceable)
+    assert f"a (--stage {named}) cuts layers 1-3 of m, which one stage must hold" in found.reason
+
+
+def test_a_small_peer_does_not_open_the_ring() -> None:
+    peers = [peer("a", 3 * GB), peer("b", 9 * GB)]
+    found = place(facts(first_layers=3), peers)
+    assert isinstance(found, Placement)
+    assert [stage.peer for stage in found.stages] == ["b", "a"]
+
+
 #: Its projections, nine tenths of a layer, shrink to a half and to a quarter.
 SHRINKS = {
     "projection_bytes": GB * 9 // 10,
@@ -299,6 +313,8 @@ def brute_force(gap: Gap, runners: list[StageHost]) -> tuple[float, float] | Non
                 opens, closes = gap.opens and i == 0, gap.closes and i == n - 1
                 if host.costs.memory_needed(count, opens=opens, closes=closes) > host.memory:
                     break
+                if opens and count < host.costs.first_layers:
+                    break
                 times.append(host.costs.step_time(count, host.rate, closes=closes))
             else:
                 cost = (max(times), sum(times))
@@ -314,6 +330,7 @@ costs = st.builds(
     last=st.integers(0, 8),
     stage=st.integers(0, 2),
     logits=st.integers(0, 2),
+    first_layers=st.integers(1, 3),
 )
 runners = st.lists(
     st.builds(
@@ -363,6 +380,7 @@ models = st.builds(
     projection_bytes=st.just(0),
     row_elements=st.integers(0, 100),
     vocabulary=st.integers(0, 1000),
+    first_layers=st.integers(1, 3),
 )
 
 
@@ -382,6 +400,7 @@ def test_a_placement_covers_the_model_within_memory(
     for stage in placed.stages:
         first, last = stage.layers
         assert first == at < last
+        assert first or last >= model.first_layers
         at = last
         candidate = by_name.pop(stage.peer)
         assert candidate.stage in ("auto", format_layers((first, last)))

@@ -51,6 +51,8 @@ def cost_of(
         host, opens, closes = task.hosts[i], at == 0, at == m - 1
         if host.costs.memory_needed(count, opens=opens, closes=closes) > host.memory:
             return None
+        if opens and count < host.costs.first_layers:
+            return None
         read = host.costs.step_time(count, host.rate, closes=closes)
         steps.append(host.step_overhead + read)
         to_head = task.link_times[i][order[0]]
@@ -81,6 +83,7 @@ def tasks(draw: st.DrawFn) -> RingTask:
         first=draw(st.integers(0, 8)),
         last=draw(st.integers(0, 8)),
         stage=draw(st.integers(0, 2)),
+        first_layers=draw(st.integers(1, 3)),
     )
     memory, rate = st.integers(0, 50), st.sampled_from([1.0, 2.0, 3.5, 8.0])
     step = st.sampled_from([0.0, 0.5, 3.0])
