@@ -16,7 +16,7 @@ class Timer(Protocol):
     """A scheduled callback."""
 
     def cancel(self) -> object:
-        """Don't call it."""
+        """Prevent the callback."""
 
 
 class Timers(Protocol):
@@ -27,7 +27,7 @@ class Timers(Protocol):
         ...
 
     def call_at(self, when: float, callback: Callable[[], object], /) -> Timer:
-        """Call at ``when`` seconds of that clock."""
+        """Call at ``when`` seconds of the clock."""
         ...
 
     def call_soon(self, callback: Callable[[], object], /) -> Timer:
@@ -54,7 +54,7 @@ class OutConnection(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class OutConnectionEvents:
-    """Callbacks of a connection to its link."""
+    """Callbacks from a connection to its link."""
 
     on_message: Callable[[DataMessage, memoryview | None], None]
     on_connect: Callable[[], None]
@@ -65,7 +65,7 @@ class OutConnectionEvents:
     on_lost: Callable[[str], None]
 
 
-#: Makes the connection of a channel.
+#: Creates the connection of a channel.
 Connect = Callable[[Channel, OutConnectionEvents], OutConnection]
 
 
@@ -74,7 +74,7 @@ class InConnection(Protocol):
 
     @property
     def identity(self) -> bytes:
-        """Routing id of the connection; :mod:`molink.wire.protocol` compares the age of two."""
+        """Routing id of the connection; :mod:`molink.wire.protocol` tells which of two is newer."""
 
     @property
     def peer_id(self) -> str:
@@ -85,7 +85,7 @@ class LinkServer(Protocol):
     """The part of :class:`molink.wire.sockets.server.Server` that a link needs."""
 
     def send(self, identity: bytes, message: DataMessage, payload: Buffer | None = None) -> bool:
-        """Answer on a connection."""
+        """Send an answer on a connection."""
 
     def report_misbehaviour(self, peer_id: str, reason: str) -> None:
         """Add to the peer's misbehaviour score."""
@@ -99,5 +99,5 @@ class LinkName:
     from_stage: int
 
     def make_hello(self, epoch: int, channel: Channel) -> LinkHello:
-        """The first message on a connection."""
+        """Create the first message on a connection."""
         return LinkHello(self.pipeline, epoch, self.from_stage, channel)

@@ -10,14 +10,14 @@ import msgspec
 
 from molink.util.timeouts import TIMEOUTS
 
-#: Seconds between heartbeats while no request lives. Two may be lost within :data:`TIMEOUT`.
+#: Seconds between heartbeats without live requests. Two may be lost within :data:`TIMEOUT`.
 IDLE_INTERVAL = 1.0
 #: The same while requests live: TCP reduces its window after about 250 ms without traffic.
 BUSY_INTERVAL = 0.1
-#: Seconds of silence that mean death while requests live, and minimum seconds without progress that
-#: do, however short the steps are.
+#: Seconds of silence that mean death while requests live. Also the minimum seconds without progress
+#: that do, even if steps are short.
 TIMEOUT = TIMEOUTS.stage
-#: Seconds of silence that mean death while no request lives.
+#: Seconds of silence that mean death without live requests.
 IDLE_TIMEOUT = TIMEOUTS.idle_stage
 #: Seconds of silence before reconnecting, with and without live requests. TCP doubles its retry
 #: interval: after a cut of 2 s it may retry only 4 s after the start. A new connection retries at
@@ -30,15 +30,15 @@ TIMEOUT_FACTOR = 5.0
 CONNECT_TIMEOUT = TIMEOUTS.new_stage
 #: Seconds; longer round trips are not measured, since the stage counts as dead by then.
 _MAX_ROUND_TRIP = 60.0
-#: Seconds over which the minimum round trip is taken, a dozen heartbeats. Link changes are known
-#: within 2 s.
+#: Seconds over which the minimum round trip is taken, a dozen heartbeats. Changes of the link are
+#: detected within 2 s.
 _MIN_WINDOW = 1.25
-#: Seconds in which all round trips must agree where a single one is ambiguous; also below 2 s.
+#: Seconds in which all round trips must agree if a single one is ambiguous; also below 2 s.
 _CONSENSUS_WINDOW = 1.6
 #: Bound of remembered heartbeats and round trips; several times the usual number.
 _MAX_HEARTBEATS = 64
-#: Bytes in flight with a heartbeat as a share of the link's capacity per round trip. If few bytes
-#: travel with it, a heartbeat measures the link itself; if many do, the link was full.
+#: Bounds of the bytes in flight with a heartbeat, as a share of the link's capacity per round trip.
+#: Below the first, a heartbeat measures the link itself; above the second, the link was full.
 _LOW_LOAD = 0.05
 _FULL_LOAD = 0.75
 #: A sample moves the smoothed round trip by 1/8 of the difference (RFC 6298).
@@ -50,7 +50,7 @@ _LOCAL_PAUSE = 0.5
 
 
 class StageProgress(msgspec.Struct, frozen=True):
-    """What a stage reports to its neighbours.
+    """A stage's report to its neighbours.
 
     ``completed_seq`` is the last ``seq`` that its compute thread has completed, ``num_queued``
     counts volumes that wait or run, and ``predicted_s`` is the expected duration of the running
@@ -64,13 +64,13 @@ class StageProgress(msgspec.Struct, frozen=True):
 
 
 class HeartbeatClock:
-    """When to send the next heartbeat."""
+    """Decides when to send the next heartbeat."""
 
     def __init__(self, now: float) -> None:
         self._last = now - IDLE_INTERVAL
 
     def next_at(self, has_requests: bool) -> float:
-        """When it is due."""
+        """When the next heartbeat is due."""
         return self._last + (BUSY_INTERVAL if has_requests else IDLE_INTERVAL)
 
     def mark_sent(self, now: float) -> None:
@@ -81,7 +81,7 @@ class HeartbeatClock:
 class _HeartbeatTrip(msgspec.Struct, frozen=True):
     at: float
     round_trip_s: float
-    #: Without the known wait behind earlier messages.
+    #: Seconds, without the known wait behind earlier messages.
     unqueued_s: float
     #: Bytes in flight when it was sent, and the link's rate (bytes/s) when it returned.
     bytes_ahead: int
@@ -91,9 +91,9 @@ class _HeartbeatTrip(msgspec.Struct, frozen=True):
 class RoundTripEstimator:
     """Estimates round-trip times in seconds from heartbeat echoes.
 
-    :meth:`min_rtt` is the link's minimum: the recent minimum without waiting behind own messages. A
-    heartbeat on a full link only gives an upper bound. One on a half-full link may have met a lower
-    rate instead, so it counts only if all recent ones agree.
+    :meth:`min_rtt` is the link's recent minimum without waiting behind the sender's own messages. A
+    heartbeat on a full link yields only an upper bound. On a half-full link a late one may be due
+    to a lower rate instead, so it counts only if all recent ones agree.
     """
 
     def __init__(self, start: float | None = None) -> None:
@@ -106,9 +106,7 @@ class RoundTripEstimator:
         self._trips: deque[_HeartbeatTrip] = deque(maxlen=_MAX_HEARTBEATS)
 
     def on_sent(self, now: float, bytes_ahead: int, wait: float) -> None:
-        """Record a heartbeat. ``bytes_ahead`` are unacknowledged; it should wait ``wait`` seconds
-        for them.
-        """
+        """Record a heartbeat, which should wait ``wait`` seconds behind ``bytes_ahead`` bytes."""
         self._in_flight.append((now, bytes_ahead, wait))
 
     def on_echo(self, sent_at: float, rate: float | None, now: float) -> bool:
@@ -134,7 +132,7 @@ class RoundTripEstimator:
         return True
 
     def add_upper_bound(self, seconds: float, now: float) -> bool:
-        """Record another acknowledged message's round trip; returns whether it lowers the bound."""
+        """Record an acknowledged message's round trip; return whether it lowers the bound."""
         known = min((trip.round_trip_s for trip in self._trips), default=_MAX_ROUND_TRIP)
         lowers = 0 < seconds < known
         if lowers:
@@ -168,7 +166,7 @@ class RoundTripEstimator:
 
 
 def _load_share(trip: _HeartbeatTrip, rate: float | None) -> float:
-    """Bytes in flight with a heartbeat as a share of the link's capacity meanwhile.
+    """Compute the bytes in flight with a heartbeat as a share of the link's capacity meanwhile.
 
     Above :data:`_FULL_LOAD`, or if it waited longer than it travelled, the link was full.
     """
@@ -182,7 +180,7 @@ def _load_share(trip: _HeartbeatTrip, rate: float | None) -> float:
 
 
 def timeout_for(predicted_s: float) -> float:
-    """Seconds without progress that mean death, for a step of ``predicted_s`` seconds."""
+    """Return the seconds without progress that mean death, given a step's ``predicted_s``."""
     return max(TIMEOUT, TIMEOUT_FACTOR * predicted_s)
 
 
@@ -207,7 +205,7 @@ class LinkLiveness:
         self, completed_seq: int, num_queued: int, predicted_s: float, now: float
     ) -> None:
         """Record a heartbeat with these fields."""
-        # New work has not waited yet.
+        # New work has not waited for progress yet.
         if completed_seq > self._completed_seq or num_queued == 0 or self._num_queued == 0:
             self._progress_at = now
         self._is_reached = True
@@ -231,7 +229,7 @@ class LinkLiveness:
         return min(now + self._interval, dead_at) if dead_at > now else now + self._interval
 
     def is_quiet(self, now: float) -> bool:
-        """Whether it has been silent long enough for live requests to matter."""
+        """Whether the stage has been silent long enough that live requests matter."""
         return now - self._heartbeat_at >= STALL_TIMEOUT
 
     def should_reconnect(self, now: float, has_requests: bool) -> bool:
@@ -243,8 +241,7 @@ class LinkLiveness:
         return True
 
     def death_reason(self, now: float, has_requests: bool) -> str | None:
-        """Why the stage counts as dead, or ``None``. Call it as often as :meth:`next_check`
-        says."""
+        """Return why the stage counts as dead, or ``None``; call it at :meth:`next_check`."""
         pause = now - self._checked_at
         self._checked_at = now
         if pause > self._interval + _LOCAL_PAUSE:
@@ -256,7 +253,7 @@ class LinkLiveness:
             return None
         if silent >= max(TIMEOUT if has_requests else IDLE_TIMEOUT, self.timeout):
             return f"no heartbeat for {silent:.1f} s"
-        # Nothing is known of its progress since its last heartbeat.
+        # Its progress since its last heartbeat is unknown.
         stuck = self._heartbeat_at - self._progress_at
         if self._num_queued and stuck >= self.timeout:
             return f"{self._num_queued} volumes are queued and none has completed for {stuck:.1f} s"

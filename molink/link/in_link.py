@@ -1,4 +1,4 @@
-"""The receiving end of a link: two connections of the previous stage and a LinkReceiver.
+"""The receiving end of a link: two connections from the previous stage, and a LinkReceiver.
 
 It does no I/O; all methods run on the thread of its timers.
 """
@@ -16,9 +16,9 @@ from molink.wire.protocol import is_later
 
 @dataclass(slots=True)
 class InLinkStats:
-    """Counters of a link that its receiver doesn't keep."""
+    """Counters of a link that its :class:`LinkReceiver` doesn't keep."""
 
-    #: Hellos of another peer, pipeline, epoch or stage.
+    #: Rejected hellos, from another peer, pipeline, epoch or stage.
     foreign_hellos: int = 0
     #: Messages on connections without a channel of this link.
     unbound_messages: int = 0
@@ -47,7 +47,7 @@ class InLink:
         peer_id: str,
         events: InLinkEvents,
     ) -> None:
-        """``peer_id`` runs the previous stage; messages of others are rejected."""
+        """``peer_id`` runs the previous stage; messages from other peers are rejected."""
         self._timers = timers
         self._server = server
         self._receiver = receiver
@@ -111,9 +111,10 @@ class InLink:
     def _on_hello(self, sender: InConnection, hello: LinkHello) -> None:
         """Bind a connection to its channel and acknowledge what has arrived on that channel.
 
-        The newest connection counts: messages of an older one may be read after the newer one's
-        hello, and the previous stage would never learn that the newer one is ignored. A hello of
-        another epoch isn't answered; the previous stage repeats it until both agree.
+        The newest connection wins. Messages of an older one may be read after the newer one's
+        hello, and if they won, the previous stage would never learn that its newer connection is
+        ignored. A hello of another epoch isn't answered; the previous stage repeats it until both
+        epochs agree.
         """
         expected = self._name.make_hello(self._receiver.epoch, hello.channel)
         if hello != expected or sender.peer_id != self._peer_id:
@@ -124,7 +125,7 @@ class InLink:
         before = self._identities.get(hello.channel, b"")
         ack = self._receiver.make_ack(hello.channel)
         if before and is_later(before, sender.identity) and self._server.send(before, ack):
-            # The hello of an older connection, read late.
+            # This is a late hello of an older connection.
             self.stats.unbound_messages += 1
             return
         self._channels.pop(before, None)
@@ -147,7 +148,7 @@ class InLink:
         self._send_due_acks()
 
     def _send_due_acks(self) -> None:
-        """Send due acknowledgements and set the timer for the next."""
+        """Send due acknowledgements, and set the timer for the next one."""
         for ack in self._receiver.due_acks(self._timers.time()):
             self._send_ack(ack)
         if self._timer is None and (at := self._receiver.wake_at) is not None:

@@ -17,7 +17,7 @@ from molink.wire.messages.data_plane import Channel, Padding, RingMessage, Volum
 class UnsentVolume:
     """Rows of a volume that have not been sent.
 
-    Of ``total_rows`` rows, ``queued_rows`` have been handed over and ``sent_rows`` of these sent.
+    Of ``total_rows`` rows, ``queued_rows`` have been queued, and ``sent_rows`` of these were sent.
     Rows stay in their original buffers without a copy, so a message never spans two buffers.
     """
 
@@ -107,10 +107,10 @@ class LinkQueues:
         self._padding: deque[Buffer] = deque()
         #: Volumes with unsent rows, by the name that the policy uses.
         self._volumes: dict[int, UnsentVolume] = {}
-        #: Volumes with rows still to be handed over, by ``seq``.
+        #: Volumes with rows still to be queued, by ``seq``.
         self._unfinished: dict[int, int] = {}
         self._names = count()
-        #: Granted rows that are not sent yet, by channel: volume and number of rows.
+        #: Granted rows that were not sent yet, by channel: volume and number of rows.
         self._grants: dict[Channel, tuple[int, int]] = {}
         #: Bytes in all queues.
         self.nbytes = 0
@@ -188,7 +188,7 @@ class LinkQueues:
         return rows > 0
 
     def granted_volume(self, channel: Channel) -> UnsentVolume | None:
-        """The volume with granted rows on ``channel``."""
+        """Return the volume with granted rows on ``channel``."""
         return self._volumes[self._grants[channel][0]] if channel in self._grants else None
 
     def pop_rows(
@@ -208,7 +208,7 @@ class LinkQueues:
     # --- state -----------------------------------------------------------------------------------
 
     def bytes_on(self, channel: Channel) -> int:
-        """Bytes queued for ``channel``."""
+        """Return the bytes queued for ``channel``."""
         first = (
             self._padding if channel is Channel.BULK else (payload for _, payload in self._control)
         )
@@ -216,7 +216,7 @@ class LinkQueues:
         return rows + sum(message_size(payload) for payload in first)
 
     def find_fault(self) -> str:
-        """A broken invariant; empty if there is none."""
+        """Describe a broken invariant; empty if there is none."""
         if not all(volume.is_valid() for volume in self._volumes.values()):
             return "a volume miscounts its rows"
         lacking = {

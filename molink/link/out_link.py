@@ -34,7 +34,7 @@ class LinkStats:
     #: Bytes of the decode and the bulk channel: unsent, and unacknowledged.
     queued: tuple[int, int] = (0, 0)
     in_flight: tuple[int, int] = (0, 0)
-    #: Seconds and bytes/s; 0 if unknown.
+    #: Latency in seconds and rate in bytes/s; 0 if unknown.
     rtt: float = 0.0
     min_rtt: float = 0.0
     rate: float = 0.0
@@ -77,12 +77,12 @@ class LinkStats:
 
 #: Seconds without bulk traffic before padding. TCP's retransmission timeout is at least 0.2 s.
 IDLE_PAUSE = 0.19
-#: Padding is worth this many seconds of the link's rate: 1/40 of it at :data:`IDLE_PAUSE`.
+#: Seconds of the link's rate per padding: 1/40 of the rate at :data:`IDLE_PAUSE`.
 SHARE_S = 0.005
-#: Bounds of one padding in bytes; a new connection starts with 14 KB anyway.
+#: Bounds of one padding in bytes; a new connection's window is 14 KB anyway.
 MIN_BYTES = 32 * 1024
 MAX_BYTES = 256 * 1024
-#: Shortest round trip in seconds that makes slow start worth avoiding.
+#: Minimum round trip in seconds for which slow start is worth avoiding.
 MIN_RTT = 0.008
 #: Padding stops this many seconds after the last prompt.
 MAX_PROMPT_GAP = 10.0
@@ -92,7 +92,7 @@ class TcpKeepWarm:
     """Keeps the TCP congestion window of a bulk channel from shrinking while idle.
 
     Linux halves the window for each retransmission timeout without traffic (RFC 2861,
-    ``tcp_slow_start_after_idle``), and partly if the window isn't used up. The next prompt would
+    ``tcp_slow_start_after_idle``), and reduces it if traffic doesn't fill it. The next prompt would
     then need a round trip per doubling.
     """
 
@@ -125,7 +125,7 @@ _OVERDUE_PAUSE = 0.001
 _BATCH = 16
 #: Messages sent before congestion is checked again.
 _BURST = 2
-#: Messages that probe a link of unknown rate, and the bytes of each.
+#: Number of messages that probe a link of unknown rate, and bytes of each.
 _PROBE_MESSAGES = 16
 _PROBE_BYTES = 16 * 1024
 
@@ -138,9 +138,9 @@ def _nothing(*_: object) -> None:
 class OutLinkEvents:
     """Callbacks of an outgoing link.
 
-    ``progress`` returns the stage's progress. ``on_dead`` is called once with the reason why the
-    next stage is dead, ``on_writable`` when the link is no longer full, ``on_estimate`` with each
-    estimate.
+    ``progress`` returns the stage's progress. ``on_dead`` is called once, with the reason why the
+    next stage counts as dead; ``on_writable`` when the link is no longer full; ``on_estimate`` with
+    each estimate.
     """
 
     progress: Callable[[], StageProgress]
@@ -170,10 +170,11 @@ class OutLink:
         probe: bool = False,
         keep_warm: bool = False,
     ) -> None:
-        """``connect`` makes a channel's connection; its owner closes it.
+        """Set up a link that is not started.
 
-        ``probe`` measures a link of unknown rate at once. ``keep_warm`` sends padding where TCP
-        loses its congestion window while idle.
+        ``connect`` creates a channel's connection, which the caller closes. ``probe`` measures a
+        link of unknown rate at once. ``keep_warm`` sends padding if TCP would lose its congestion
+        window while idle.
         """
         self._timers = timers
         self._sender = sender
@@ -188,7 +189,7 @@ class OutLink:
         self._all_accepted = False
         now = timers.time()
         self._heartbeats = HeartbeatClock(now)
-        #: Whether requests lived when a heartbeat was last due, and that time.
+        #: Whether requests were live when a heartbeat was last due, and that time.
         self._has_requests = False
         self._asked_progress_at = now
         self.liveness = LinkLiveness(now)
@@ -248,7 +249,7 @@ class OutLink:
         if self._has_requests:
             self._retry_queued()
         else:
-            self._send_due()  # heartbeats may be due more often now
+            self._send_due()  # heartbeats may now be due more often
 
     def _retry_queued(self) -> None:
         """Retry queued messages after a state change."""
@@ -256,7 +257,7 @@ class OutLink:
             self._send_due()
 
     def _send_due(self) -> None:
-        """Send a batch of what is allowed now and set the timer."""
+        """Send a batch of messages that may go now, and set the timer."""
         if self._is_closed:
             return
         now = self._timers.time()
@@ -273,7 +274,7 @@ class OutLink:
         self._send_due()
 
     def _send_batch(self, now: float) -> bool:
-        """Send a batch; returns whether more may be allowed."""
+        """Send a batch; return whether more may go now."""
         for _ in range(_BATCH // _BURST):
             burst = self._sender.poll_packets(now, self._ready_channels(), _BURST)
             for packet in burst:
@@ -311,7 +312,7 @@ class OutLink:
             wakes.append(each.hello_at + HELLO_INTERVAL)
         wake = min(wakes)
         at = wake if wake > now else now + _OVERDUE_PAUSE
-        # An earlier timer will check again.
+        # An earlier timer will run the check again.
         if self._timer is None or at < self._timer_at:
             if self._timer is not None:
                 self._timer.cancel()
@@ -432,8 +433,9 @@ class OutLink:
             self._send_batch(now)
 
     def _report_estimate(self, now: float, force: bool = False) -> None:
-        """Report a noticeable change to the policy and the stage; ``force`` reports to the stage
-        anyway.
+        """Report a noticeable change to the policy and the stage.
+
+        With ``force``, report to the stage in any case.
         """
         change = self._sender.estimator.poll_change(now)
         if change is not None:
@@ -444,7 +446,7 @@ class OutLink:
     # --- heartbeats ------------------------------------------------------------------------------
 
     def _next_heartbeat_at(self, now: float) -> float:
-        """When the next heartbeat is due if none was due now."""
+        """Return when the next heartbeat is due if none was due now."""
         soonest = self._heartbeats.next_at(has_requests=True)
         if now < soonest and not self._has_requests and self._asked_progress_at < now:
             lively = self._events.progress().has_requests
@@ -476,7 +478,7 @@ class OutLink:
             self._keep_warm(self._tcp_keep_warm, now)
 
     def _check_liveness(self, now: float) -> None:
-        # Whether requests live is expensive to query and rarely needed.
+        # Whether requests are live is expensive to query and rarely needed.
         is_quiet = self.liveness.is_quiet(now)
         has_requests = is_quiet and self._events.progress().has_requests
         reason = self.liveness.death_reason(now, has_requests)
@@ -493,7 +495,7 @@ class OutLink:
 
     @property
     def stats(self) -> LinkStats:
-        """Counters and gauges so far."""
+        """Current counters and gauges."""
         sender = self._sender
         estimate = sender.estimator.current_estimate(self._timers.time())
         return LinkStats(

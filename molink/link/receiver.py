@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 class AssembledRows(msgspec.Struct, frozen=True):
     """The arrived rows of a volume.
 
-    ``header`` describes all rows, ``[total, hidden]``, and ``data`` has room for them; the first
-    ``rows`` have arrived. The assembly keeps filling ``data``.
+    ``header`` describes all rows, ``[total, hidden]``, and ``data`` has room for all of them; the
+    first ``rows`` have arrived. The assembly continues to fill ``data``.
     """
 
     header: Volume
@@ -60,7 +60,7 @@ class _Partial:
 class VolumeAssembly:
     """Reassembles volumes from fragments; memory is allocated only after validation.
 
-    An incomplete volume keeps its memory. All together stay below a bound.
+    Incomplete volumes hold memory, whose total is bounded.
     """
 
     def __init__(self, hidden: int, dtype: DType, max_bytes: int) -> None:
@@ -74,14 +74,14 @@ class VolumeAssembly:
         self.nbytes = 0
 
     def __len__(self) -> int:
-        """Incomplete volumes."""
+        """Number of incomplete volumes."""
         return len(self._partial)
 
     def start_volume(self, header: Volume, payload: memoryview) -> AssembledRows:
         """Add the first rows of a volume, or all.
 
         Raises:
-            WireError: not what this stage expects.
+            WireError: the volume is not what this stage expects.
         """
         total = header.count
         rows = self._check_rows(header.payload, payload)
@@ -147,12 +147,11 @@ _FORWARDED = Admit | Grammar | History | PromptImages | BlockTable | SwapOut | S
 class Arrival(msgspec.Struct, frozen=True):
     """A message of the previous stage with its payload.
 
-    A volume is reported once, with all its ``rows``; with cut-through, a prefill volume is reported
-    with its first rows. Its ``payload`` then has room for all rows that ``body.payload`` describes,
-    and later rows are written into it: each :class:`VolumeFragment` comes without a payload and
-    reports the new total in ``rows``.
-
-    The receiver of an arrival owns ``payload`` and may change it, apart from rows still to arrive.
+    A volume is reported once, with all its ``rows``. With cut-through, a prefill volume is reported
+    with its first rows; its ``payload`` has room for all rows that ``body.payload`` describes, and
+    later rows are written into it. Each :class:`VolumeFragment` then comes without a payload and
+    reports the new total in ``rows``. The receiver of an arrival owns ``payload`` and may change
+    rows that have arrived.
     """
 
     body: RingMessage
@@ -174,7 +173,7 @@ class ReceiverLimits:
 
 @dataclass(slots=True)
 class ReceiverCounters:
-    """What happened so far. All but the first three count dropped frames."""
+    """Counters; all but the first three count dropped frames."""
 
     frames: int = 0
     nbytes: int = 0
@@ -203,9 +202,7 @@ class LinkReceiver:
         limits: ReceiverLimits | None = None,
         cut_through: bool = False,
     ) -> None:
-        """Expects rows of ``hidden`` elements of ``dtype``; ``cut_through`` reports prefill rows
-        early.
-        """
+        """Expect rows ``[n, hidden]`` of ``dtype``; ``cut_through`` reports prefill rows early."""
         self.epoch = epoch
         self._cut_through = cut_through
         self._limits = limits or ReceiverLimits()
@@ -218,10 +215,10 @@ class LinkReceiver:
         self.last_fault = ""
 
     def on_frame(self, frame: Frame, payload: memoryview | None, now: float) -> list[Arrival]:
-        """Handle a frame; returns the messages that it completes.
+        """Handle a frame; return the messages that it completes.
 
         Frames of other epochs, duplicates and frames after a gap are dropped; the sender repeats
-        the latter.
+        those after a gap.
         """
         channel = self._channels[frame.channel]
         if frame.epoch != self.epoch:
@@ -303,7 +300,7 @@ class LinkReceiver:
     # --- acknowledgements ------------------------------------------------------------------------
 
     def due_acks(self, now: float) -> list[Ack]:
-        """Acknowledgements that are due."""
+        """Return the acknowledgements that are due."""
         due = []
         for name, channel in self._channels.items():
             if channel.ack_at is not None and channel.ack_at <= now:
@@ -311,7 +308,7 @@ class LinkReceiver:
         return due
 
     def make_ack(self, name: Channel) -> Ack:
-        """Acknowledge everything that has arrived on a channel."""
+        """Create an acknowledgement of everything that has arrived on a channel."""
         channel = self._channels[name]
         channel.unacknowledged = 0
         channel.ack_at = None
@@ -331,12 +328,12 @@ class LinkReceiver:
 
     @property
     def num_unfinished(self) -> int:
-        """Incomplete volumes."""
+        """Number of incomplete volumes."""
         return len(self._assembly)
 
     @property
     def unfinished_bytes(self) -> int:
-        """Bytes of these, once complete."""
+        """Bytes of the incomplete volumes, once complete."""
         return self._assembly.nbytes
 
     def validate(self) -> None:

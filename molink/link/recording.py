@@ -24,9 +24,9 @@ from molink.link.policies.create import create_policy
 from molink.wire.messages.data_plane import Channel
 
 VERSION = 1
-#: Maximum bytes of a recording, which stops there and replays up to there.
+#: Maximum bytes of a recording, which then stops; the recorded part can be replayed.
 MAX_BYTES = 256 << 20
-#: Maximum characters of a line; the longest written one has about 200.
+#: Maximum characters of a line; written lines have up to about 200.
 MAX_LINE = 4096
 
 _EVENTS: dict[str, type[LinkEvent]] = {kind.__name__: kind for kind in get_args(LinkEvent)}
@@ -56,7 +56,7 @@ class _ActionRecord(
 
 @dataclass(frozen=True, slots=True)
 class ReplayDifference:
-    """A decision that differed when line ``line`` was replayed."""
+    """A decision that differed when ``line`` was replayed."""
 
     line: int
     at: float
@@ -93,7 +93,7 @@ class RecordingPolicy:
         return self._bytes_left <= 0
 
     def handle(self, event: LinkEvent, now: float) -> None:
-        """Record and pass on."""
+        """Record the event and pass it on."""
         if not self.is_full:
             fields = msgspec.to_builtins(event)
             self._write_line(_EventRecord(now, type(event).__name__, fields))

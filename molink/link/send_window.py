@@ -14,12 +14,12 @@ _CODING_COST = 4
 
 
 def message_size(payload: Buffer | None) -> int:
-    """Memory cost of a message with ``payload``, in bytes."""
+    """Return the memory cost of a message with ``payload``, in bytes."""
     return HEADER_COST + (0 if payload is None else memoryview(payload).nbytes)
 
 
 def header_fits(body: RingMessage) -> bool:
-    """Whether the header of ``body`` fits with the largest frame number."""
+    """Whether the header of ``body`` fits even with the largest frame number."""
     widest = Frame(2**53, Channel.BULK, 2**53, body)
     return len(msgspec.msgpack.encode(widest)) <= MAX_HEADER - _CODING_COST
 
@@ -39,17 +39,17 @@ class Packet(msgspec.Struct, frozen=True):
 
 
 class SendWindow:
-    """Frames of one (epoch, channel) from numbering to acknowledgement."""
+    """Frames of one (epoch, channel), from their numbering to their acknowledgement."""
 
     def __init__(self, epoch: int, channel: Channel) -> None:
         self.channel = channel
         self._epoch = epoch
         #: Unacknowledged frames: numbers ``oldest_frame … next_frame - 1`` without gaps.
         self._unacknowledged: deque[tuple[Packet, float]] = deque()
-        #: How many of them, oldest first, were sent on this connection, and how many were not.
+        #: How many of them, oldest first, were sent on this connection, and how many were not yet.
         self._num_sent = 0
         self.num_unsent = 0
-        #: Frames from this number on were never sent on any connection.
+        #: First frame number that was never sent on any connection.
         self._first_unsent = 0
         self.oldest_frame = 0
         self.next_frame = 0
@@ -57,7 +57,8 @@ class SendWindow:
         self.nbytes = 0
         self.is_connected = False
         self.num_resent = 0
-        #: Last progress: an acknowledgement, or a message sent while nothing was in flight.
+        #: Time of the last progress: an acknowledgement, or a message sent while nothing was in
+        #: flight.
         self.progress_at = 0.0
 
     def append_frame(self, body: RingMessage, payload: Buffer | None, now: float) -> None:
@@ -71,7 +72,7 @@ class SendWindow:
 
     @property
     def has_pending(self) -> bool:
-        """Whether something is to be sent (again) on this connection."""
+        """Whether a frame must be sent (again) on this connection."""
         return self.is_connected and self.num_unsent > 0
 
     @property
@@ -80,7 +81,7 @@ class SendWindow:
         return self._num_sent
 
     def next_packet(self, now: float) -> Packet:
-        """The next frame to send."""
+        """Return the next frame to send."""
         if self._num_sent == 0:
             self.progress_at = now
         packet, _ = self._unacknowledged[self._num_sent]

@@ -30,11 +30,12 @@ BOTH_CHANNELS = (Channel.DECODE, Channel.BULK)
 class SenderLimits:
     """Memory and message limits of a link, in bytes and seconds."""
 
-    #: Payload of one message.
+    #: Maximum payload of one message.
     max_message_bytes: int = 192 * 1024
-    #: Unacknowledged bytes per channel.
+    #: Maximum unacknowledged bytes per channel.
     max_unacknowledged_bytes: int = 8 << 20
-    #: Queued and unacknowledged bytes. Above it the link is full; at twice it rejects messages.
+    #: Queued and unacknowledged bytes at which the link is full; at twice as many it rejects
+    #: messages.
     max_total_bytes: int = 64 << 20
     #: A connected channel without acknowledgements for this long sends everything again.
     resend_after: float = 10.0
@@ -43,7 +44,7 @@ class SenderLimits:
 class LinkSender:
     """Queues, cuts, numbers, sends and resends messages; one object per epoch.
 
-    Control messages go first, on the decode channel. Volumes go when the policy says so: prefill
+    Control messages go first, on the decode channel. The policy decides when volumes go: prefill
     rows on the bulk channel, decode rows on the decode channel, or all on the bulk channel if the
     policy uses a single one.
     """
@@ -60,7 +61,7 @@ class LinkSender:
         self._policy = policy
         self._limits = limits or SenderLimits()
         self.packing = MessagePacker(packer)
-        #: Learns from sent and acknowledged messages and from heartbeats.
+        #: Estimates the link from sent and acknowledged messages and from heartbeats.
         self.estimator = estimator or LinkEstimator()
         self._channels = {channel: SendWindow(epoch, channel) for channel in BOTH_CHANNELS}
         self._both = self._channels[Channel.DECODE], self._channels[Channel.BULK]
@@ -77,7 +78,7 @@ class LinkSender:
     # --- queueing --------------------------------------------------------------------------------
 
     def queue_control(self, body: RingMessage, payload: Buffer | None = None) -> None:
-        """Send any message but a volume, before all volumes.
+        """Send a message other than a volume, before all volumes.
 
         Raises:
             MessageTooLarge: its header exceeds 4 KiB.
@@ -153,7 +154,7 @@ class LinkSender:
         self._transitions.add_entry(now, f"{channel.name} disconnected")
 
     def on_ack(self, ack: Ack, now: float) -> None:
-        """Handle an acknowledgement. Invalid ones and those of another epoch are counted."""
+        """Handle an acknowledgement; those invalid or of another epoch are only counted."""
         freed = None
         if ack.epoch == self.epoch:
             freed = self._channels[ack.channel].apply_ack(ack, now)
@@ -178,7 +179,7 @@ class LinkSender:
     def poll_packets(
         self, now: float, ready: Collection[Channel] = BOTH_CHANNELS, maximum: int = 16
     ) -> list[Packet]:
-        """At most ``maximum`` messages to send now on the channels whose sockets are ``ready``."""
+        """Return up to ``maximum`` messages to send now on channels with a ``ready`` socket."""
         may_stall = now >= self._stalled_at
         if may_stall:
             self._rewind_stalled(now)
@@ -207,7 +208,7 @@ class LinkSender:
             return self._send_body(Channel.DECODE, *control, now)
         if Channel.BULK in ready and (probe := self._queues.pop_padding()) is not None:
             return self._send_body(Channel.BULK, *probe, now)
-        # Granted rows go first where they can. A blocked channel doesn't block the other.
+        # Granted rows go first if they can. A blocked channel doesn't block the other one.
         if not any(self._queues.granted_volume(channel) for channel in ready):
             decision = self._policy.choose_action(now, ready)
             if not isinstance(decision, SendRowsAction):
@@ -222,7 +223,7 @@ class LinkSender:
         return out.is_connected and out.nbytes < self._limits.max_unacknowledged_bytes
 
     def _next_rows_packet(self, now: float, ready: Collection[Channel]) -> Packet | None:
-        """The next message of granted rows."""
+        """Return the next message of granted rows."""
         for channel in ready:
             if (volume := self._queues.granted_volume(channel)) is not None:
                 body, rows = self._queues.pop_rows(channel, self._limits.max_message_bytes)
@@ -257,7 +258,7 @@ class LinkSender:
 
     @property
     def unacknowledged_bytes(self) -> int:
-        """Unacknowledged bytes, including those to be sent again."""
+        """Unacknowledged bytes, including those to send again."""
         decode, bulk = self._both
         return decode.nbytes + bulk.nbytes
 
@@ -267,16 +268,16 @@ class LinkSender:
         return self._queues.nbytes
 
     def queued_on(self, channel: Channel) -> int:
-        """Unsent bytes of ``channel``."""
+        """Return the unsent bytes of ``channel``."""
         return self._queues.bytes_on(channel)
 
     def in_flight_on(self, channel: Channel) -> int:
-        """Unacknowledged bytes of ``channel``, including those to be sent again."""
+        """Return the unacknowledged bytes of ``channel``, including those to send again."""
         return self._channels[channel].nbytes
 
     @property
     def has_waiting(self) -> bool:
-        """Whether anything is to be sent, now or later."""
+        """Whether anything remains to be sent, now or later."""
         decode, bulk = self._both
         return (
             self._queues.nbytes > 0
@@ -295,7 +296,7 @@ class LinkSender:
         return sum(out.num_resent for out in self._channels.values())
 
     def oldest_frame(self, channel: Channel) -> int:
-        """Number of the oldest unacknowledged frame of ``channel``."""
+        """Return the number of the oldest unacknowledged frame of ``channel``."""
         return self._channels[channel].oldest_frame
 
     def validate(self) -> None:

@@ -1,10 +1,10 @@
-"""Signatures of peers (Ed25519), and the CURVE keys that belong to them.
+"""Peers' Ed25519 signatures, and the CURVE keys that belong to their keys.
 
 A peer's identity is one random seed. Its Ed25519 key signs; its CURVE key is the same point in
-Montgomery form (RFC 7748, section 4.1). So whoever knows the key that a peer signs with also knows
-the key that it connects with. Keys and seeds are text in Z85 (40 characters).
+Montgomery form (RFC 7748, section 4.1). So the public key with which a peer connects can be derived
+from the key that verifies its signatures. Keys and seeds are text in Z85 (40 characters).
 
-A signature is bound to a purpose, so that one made for a lease is void for a membership entry.
+A signature is bound to a purpose, so that a lease's signature is invalid for a membership entry.
 """
 
 import base64
@@ -51,12 +51,12 @@ def is_signed_by(verify_key: str, purpose: bytes, data: bytes, signature: bytes)
 
 
 def generate_seed() -> str:
-    """A new random seed."""
+    """Return a new random seed."""
     return _encode_key(bytes(SigningKey.generate()))
 
 
 def derive_curve_secret(seed: str) -> str:
-    """The CURVE secret key of a seed.
+    """Derive the CURVE secret key of a seed.
 
     Raises:
         ValueError: it is not 32 bytes in Z85.
@@ -66,7 +66,7 @@ def derive_curve_secret(seed: str) -> str:
 
 @lru_cache(maxsize=4096)
 def derive_public_key(verify_key: str) -> str:
-    """The CURVE public key that belongs to a verify key.
+    """Derive the CURVE public key that belongs to a verify key.
 
     Raises:
         ValueError: it is not a valid key.
@@ -86,7 +86,7 @@ def _encode_key(raw: bytes) -> str:
 
 
 def _decode_key(text: str) -> bytes:
-    # Characters of the other alphabet only must not pass through unchanged.
+    # Characters outside this alphabet must not pass through unchanged.
     if len(text) != 40 or not set(text) <= set(_Z85):
         raise ValueError("not a key of 32 bytes in Z85")
     return base64.b85decode(text.translate(_FROM_Z85))

@@ -12,17 +12,17 @@ from molink.link.policies.base import (
 )
 from molink.util.change_detector import differs
 
-#: Changes worth reporting to a policy: relative ones of the rate and the minimum round trip, and of
-#: the smoothed round trip, which always fluctuates; and a minimum in seconds, the jitter of an
-#: event loop.
+#: Changes worth reporting to a policy: relative changes of the rate and the minimum round trip, a
+#: larger one of the smoothed round trip, which always fluctuates, and a minimum in seconds, the
+#: jitter of an event loop.
 NOTICEABLE_SHARE = 0.05
 _NOTICEABLE_SMOOTH = 0.2
 _NOTICEABLE_SECONDS = 0.0003
 #: Seconds between updates of the minimum round trip. It is needed for each acknowledgement,
 #: thousands of times a second, but only changes with heartbeats.
 _CHECK_INTERVAL = BUSY_INTERVAL
-#: Seconds by which a queue delays a heartbeat, and how many consecutive late heartbeats prove one.
-#: A single one may be late because of an event loop.
+#: Seconds by which a queue delays a heartbeat, and the number of consecutive late heartbeats that
+#: prove a queue. A single heartbeat may be late because of an event loop.
 _QUEUE_DELAY = 0.004
 _LATE_HEARTBEATS = 2
 
@@ -36,7 +36,7 @@ class LinkEstimator:
     """
 
     def __init__(self, start: LinkFacts | None = None) -> None:
-        """``start`` is a remembered estimate, replaced by the first measurement."""
+        """``start`` is a remembered estimate, which the first measurement replaces."""
         start = start or LinkFacts()
         self._round_trip = RoundTripEstimator(None if start.latency is None else 2 * start.latency)
         self._meter = RateMeter(start.rate)
@@ -104,14 +104,14 @@ class LinkEstimator:
         return LinkFacts(None if minimum is None else minimum / 2, self._meter.rate)
 
     def current_estimate(self, now: float) -> LinkEstimatedEvent:
-        """The same for a policy; unknown round trips are 0."""
+        """The estimate for a policy; unknown round trips are 0."""
         self._at(now)
         return LinkEstimatedEvent(
             self._round_trip.smoothed_rtt, self._minimum() or 0.0, self._meter.rate
         )
 
     def poll_change(self, now: float) -> LinkEstimatedEvent | None:
-        """The estimate if it has changed noticeably since the last reported one."""
+        """Return the estimate if it has changed noticeably since the last one returned."""
         self._at(now)
         rtt, minimum, rate = self._round_trip.smoothed_rtt, self._minimum() or 0.0, self._meter.rate
         if (rtt, minimum, rate) == self._last_polled:

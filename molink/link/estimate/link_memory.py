@@ -12,9 +12,9 @@ from molink.facts.ring_times import LinkFacts
 
 log = logging.getLogger(__name__)
 
-#: Most recently measured links to keep: more than a ring has stages, for several swarms.
+#: Maximum links to keep, the most recently measured ones: enough for rings of several swarms.
 MAX_REMEMBERED = 64
-#: Seconds between writes, which spares the disk; a crash loses half a minute.
+#: Seconds between writes, to spare the disk; a crash loses at most half a minute.
 SAVE_INTERVAL = 30.0
 #: A smaller relative change is not worth a write.
 _NOTICEABLE = 0.1
@@ -35,11 +35,11 @@ class LinkMemory:
     """Link facts by peer, in a small JSON file.
 
     Several workers may share it. A file that can't be read counts as empty, and one that can't be
-    written is ignored. Remembered facts only count until the link is measured.
+    written is ignored. Remembered facts are used only until the link is measured.
     """
 
     def __init__(self, path: Path | None) -> None:
-        """Without a ``path`` the memory lasts as long as this object."""
+        """Without a ``path`` nothing outlives this object."""
         self._path = path
         self._links: dict[str, LinkFacts] = {}
         #: Links measured here, and their last saved values.
@@ -52,7 +52,7 @@ class LinkMemory:
         return len(self._links)
 
     def find_facts(self, peer: str) -> LinkFacts:
-        """What is known of the link to ``peer``."""
+        """Return what is known about the link to ``peer``."""
         return self._links.get(peer, LinkFacts())
 
     def remember_link(self, peer: str, facts: LinkFacts, now: float) -> None:

@@ -13,14 +13,14 @@ import msgspec
 
 from molink.wire.messages.data_plane import Channel
 
-#: Seconds of busy time per delivery rate. Acknowledgements jitter by a few ms, a tenth of it.
+#: Seconds of busy time per delivery rate. Acknowledgements jitter by a few ms, a tenth of this.
 WINDOW = 0.05
 #: The rate over :data:`WINDOW` is at most this multiple of the rate over this longer window
 #: (seconds): after a pause, held-up data arrives faster than the link's rate.
 _LONG_WINDOW = 0.25
 _MAX_CATCHING_UP = 1.1
-#: Seconds for which a maximum counts, so that a slower link is known within 2 s. This clock stops
-#: without acknowledgements.
+#: Seconds for which a maximum counts, so that a slowdown of the link is detected within 2 s. This
+#: clock stops without acknowledgements.
 MEMORY_S = 1.0
 #: Maximum step of that clock in seconds: a pause yields no rates that could replace older ones.
 _MAX_STEP = 0.25
@@ -28,8 +28,8 @@ _MAX_STEP = 0.25
 #: (four times a TCP connection's initial window).
 _FIRST_WINDOW = 0.004
 _FIRST_BYTES = 64 * 1024
-#: Acknowledgements within this many seconds of each other came at once, because the next was held
-#: up or the event loop was; but not over longer than a chunk's 5 ms.
+#: Acknowledgements within this many seconds of each other count as one, since a later one or the
+#: event loop was held up; together they span at most a chunk's 5 ms.
 _BATCH_GAP = 0.001
 _MAX_BATCH_GAP = 0.005
 #: Share of an interval for which the bottleneck may have been idle, to tolerate timer jitter.
@@ -54,7 +54,7 @@ class _Flight(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class _Delivered:
-    """Cumulative sums at an acknowledgement, or at several that came at once."""
+    """Cumulative sums at an acknowledgement, or at several that count as one."""
 
     began: float
     ended: float
@@ -70,7 +70,7 @@ class RateMeter:
     def __init__(self, start: float | None = None) -> None:
         """``start`` is used until the first measurement."""
         self.rate = start
-        #: Whether the rate is only the best guess so far.
+        #: Whether the rate is only a first guess.
         self._is_guess = start is None
         self._flights: dict[Channel, deque[_Flight]] = {channel: deque() for channel in Channel}
         #: Whether a queue was seen recently. Without one, a lower rate says nothing about the link.
@@ -88,14 +88,15 @@ class RateMeter:
         #: Minimum seconds from sending a bulk message to its acknowledgement.
         self._minimum = float("inf")
         self._points: deque[_Delivered] = deque()
-        #: Bytes that have arrived in total, and that sum at recent times.
+        #: Total bytes that have arrived, and that total at recent times.
         self._total = 0
         self._carried: deque[tuple[float, int]] = deque()
         #: Busy time before the current burst.
         self._burst_from = 0.0
         #: Seconds per byte of the last intervals.
         self._byte_times: deque[float] = deque(maxlen=_INTERVALS)
-        #: Rates by the active clock, descending: the first is the maximum.
+        #: Rates with their times on the active clock, in descending order: the first is the
+        #: maximum.
         self._samples: deque[tuple[float, float]] = deque()
 
     # --- events ----------------------------------------------------------------------------------
@@ -108,7 +109,7 @@ class RateMeter:
         self.in_flight += nbytes
 
     def reset_channel(self, channel: Channel) -> None:
-        """Handle a new connection: what was in flight is sent again."""
+        """Handle a new connection, on which data in flight is sent again."""
         flights = self._flights[channel]
         self.in_flight -= sum(flight.nbytes for flight in flights)
         flights.clear()
@@ -133,7 +134,7 @@ class RateMeter:
             gap = now - self._last_ack_at
             latest = self._last_ack_at - (self._minimum if rtt is None else rtt)
             busy = newest <= latest + _SLACK * gap
-            # Bytes of the other channel are acknowledged late, too late for a first guess.
+            # Bytes of the other channel are acknowledged too late for a first guess.
             beside = 0 if self._is_guess else self._other_bytes
             self._add_interval(gap, newest - self._newest, nbytes + beside, busy, now)
         self._last_ack_at, self._newest, self._other_bytes = now, newest, 0
@@ -143,7 +144,7 @@ class RateMeter:
             self._raise_rate(self._burst / (now - self._burst_at))
 
     def _pop_flights(self, channel: Channel, nbytes: int, sent_at: float) -> float:
-        """Drop arrived messages; returns the send time of the newest."""
+        """Drop arrived messages; return the send time of the newest."""
         flights, freed, newest = self._flights[channel], 0, sent_at
         while flights and freed < nbytes:
             flight = flights.popleft()
@@ -157,7 +158,7 @@ class RateMeter:
         return max(newest, sent_at)
 
     def _raise_to_carried(self, now: float) -> None:
-        """Raise the rate to the average of arrived bytes, whether the link was busy or not."""
+        """Raise the rate to the average rate of arrived bytes, even if the link was not busy."""
         carried = self._carried
         if not carried or now - carried[-1][0] >= _MAX_BATCH_GAP:
             carried.append((now, self._total))
@@ -170,7 +171,7 @@ class RateMeter:
                 self._add_sample(rate, self._points[-1].active if self._points else 0.0)
 
     def queue_delay(self, now: float) -> float:
-        """Seconds until the bottleneck is done with what is in flight.
+        """Return the seconds until the bottleneck has sent all data in flight.
 
         A queue left by earlier, acknowledged messages is not counted.
         """
@@ -189,7 +190,7 @@ class RateMeter:
         """Record that ``nbytes``, sent within ``sent`` seconds, were acknowledged within ``gap``
         seconds.
 
-        ``busy`` tells whether the bottleneck was busy throughout.
+        ``busy`` says whether the bottleneck was busy throughout.
         """
         if not self._points:
             self._points.append(_Delivered(now - gap, now - gap, 0.0, 0.0, 0.0, 0))
@@ -251,7 +252,7 @@ class RateMeter:
 
 
 def _rate(first: _Delivered, last: _Delivered) -> float:
-    """Rate between two points; data that arrived faster than it was sent had been held up."""
+    """Return the rate between two points; data that arrived faster than sent was held up."""
     span = max(last.busy - first.busy, last.sent - first.sent)
     return min((last.nbytes - first.nbytes) / span, MAX_RATE)
 

@@ -1,1 +1,1 @@
-"""Packing of rows before transmission, lossless or in 8 bits, where it pays."""
+"""Packs rows before transmission, without loss or in 8 bits, if it pays off."""

@@ -10,13 +10,13 @@ from molink.wire.messages.data_plane import Volume, VolumeFragment
 
 
 class Packer(Protocol):
-    """Packs rows where that pays on its link."""
+    """Packs rows if that pays off on its link."""
 
     def set_rate(self, rate: float | None) -> None:
         """Set the link's rate in bytes/s (``None``: unknown)."""
 
     def pack_rows(self, bulk: bool, payload: Payload, data: memoryview) -> tuple[Payload, Buffer]:
-        """Rows of a volume for the wire, packed or not; ``bulk`` if they are prefill rows."""
+        """Return a volume's rows for the wire, packed or not; ``bulk`` marks prefill rows."""
 
 
 class MessagePacker:
@@ -36,7 +36,7 @@ class MessagePacker:
     def pack_message(
         self, body: Volume | VolumeFragment, data: memoryview, bulk: bool
     ) -> tuple[Volume | VolumeFragment, Buffer]:
-        """A message of rows as it is sent."""
+        """Return a message of rows in the form to send."""
         packed: Buffer = data
         if self._packer is not None:
             header, packed = self._packer.pack_rows(bulk, body.payload, data)

@@ -1,9 +1,10 @@
-"""Packs rows of activations for a link: losslessly, or on request in 8 bits per element.
+"""Packs rows of activations for a link: without loss or, on request, in 8 bits per element.
 
 Exponents of activations are similar and compress; mantissas are noise. Each element is rotated left
 by one bit, which turns the 8 exponent bits of bf16 and f32 into a separate byte (f16: 5 of exponent
-and 3 of mantissa). These bytes are compressed; the others follow as they are. Only the entropy
-coder pays, so zstd is configured not to search for repetitions, which is both smaller and faster.
+and 3 of mantissa). These bytes are compressed; the others follow unchanged. Only entropy coding
+pays off, so zstd is configured not to search for repetitions, which makes frames smaller and
+packing faster.
 
 A ``LOSSLESS`` frame of n elements of s bytes has the n·(s-1) other bytes (f32: first the n lower
 pairs, then the n bytes between), then one zstd frame of the n top bytes.
@@ -31,8 +32,7 @@ class RowCodec:
         self._planes = BytePlanes(MAX_PAYLOAD)
 
     def pack_rows(self, payload: Payload, data: Buffer, coding: Coding) -> tuple[Payload, Buffer]:
-        """Rows ``[n, hidden]`` packed, with their header; both unchanged if packing doesn't shrink
-        them.
+        """Pack rows ``[n, hidden]`` and their header; return both unchanged if that doesn't help.
 
         Raises:
             WireError: ``data`` doesn't fit ``payload`` or exceeds a message.
@@ -53,10 +53,11 @@ class RowCodec:
         return Payload(payload.dtype, payload.shape, coding, len(packed)), packed
 
     def unpack_rows(self, payload: Payload, data: Buffer) -> tuple[Payload, memoryview]:
-        """The plain header and rows of a packed message of any origin.
+        """Unpack an untrusted message to its plain header and rows.
 
-        The rows are valid until the next call. Their size is checked before anything is allocated
-        and never exceeds a plain message.
+        The rows are valid until the next call.
+
+        Their size is checked before anything is allocated, and never exceeds a plain message.
 
         Raises:
             WireError: invalid bytes.
@@ -102,7 +103,7 @@ class RowCodec:
 
 
 def entropy_coder() -> zstandard.ZstdCompressor:
-    """zstd reduced to its entropy coder: the smallest hash table and only long repetitions.
+    """Reduce zstd to its entropy coder: the smallest hash table, and only long repetitions.
 
     Shorter repetitions cost more than they save, and searching for them dominates the time.
     """

@@ -1,10 +1,9 @@
 """Decides whether rows are packed before they are sent on a link (no I/O, no clock).
 
-Packing pays if packing, sending and unpacking a byte takes less time than sending it plain:
-``s_pack + 1 / (ratio * rate) + s_unpack < 1 / rate``. The seconds per byte and the ratio are
-measured on the messages, the rate by the link's estimator. The next stage is assumed to be as fast
-as this one. Decode and prefill rows are decided separately, since short messages cost more per
-byte.
+Packing pays off if packing, sending and unpacking a byte takes less time than sending it plain:
+``s_pack + 1 / (ratio * rate) + s_unpack < 1 / rate``. Seconds per byte and the ratio are measured
+on messages; the rate comes from the link's estimator. The next stage is assumed to be as fast as
+this one. Decode and prefill rows are decided separately, since short messages cost more per byte.
 """
 
 from collections import deque
@@ -25,22 +24,23 @@ _CODINGS: dict[Compression, Coding] = {
 
 @dataclass(frozen=True, slots=True)
 class CompressorLimits:
-    """When packing pays. Rates in bytes/s, times in seconds."""
+    """Limits at which packing pays off. Rates in bytes/s, times in seconds."""
 
-    #: Minimum speedup of a packed byte to start and to keep packing. The hysteresis absorbs noise.
+    #: Minimum speedup of a packed byte to start packing, and to continue. The hysteresis absorbs
+    #: noise.
     start_gain: float = 1.10
     keep_gain: float = 1.03
-    #: Maximum share of one core for a stage between two full links, which unpacks and packs; three
-    #: quarters of it to start.
+    #: Maximum share of one core for a stage between two full links, which unpacks and packs;
+    #: packing starts below three quarters of it.
     max_core_share: float = 0.25
-    #: Seconds between samples while packing doesn't pay. Samples are unpacked again for timing,
-    #: several in a row since the first finds cold caches.
+    #: Seconds between samples while packing doesn't pay off. Samples are unpacked again for timing,
+    #: several in a row, since the first meets cold caches.
     sample_every: float = 1.0
     samples_in_row: int = 3
     #: Rate before the first measurement: 100 Mbps.
     assumed_rate: float = 12.5e6
-    #: Samples that count, of each kind. Their lower quartile ignores interruptions and messages
-    #: after a pause.
+    #: Number of recent samples per kind that count. Their lower quartile ignores interruptions and
+    #: messages after a pause.
     max_samples: int = 12
 
 
@@ -63,7 +63,7 @@ class PackedSample:
 
 @dataclass(frozen=True, slots=True)
 class PackingGain:
-    """``gain`` is plain time over packed time, ``core_share`` the used share of a core."""
+    """``gain`` is plain time divided by packed time, ``core_share`` the used share of a core."""
 
     gain: float
     core_share: float
@@ -100,7 +100,7 @@ def _lower_quartile(seconds: Collection[float]) -> float:
 
 
 class Compressor:
-    """Decides for one link, again with each measurement and rate."""
+    """Decides for one link; each measurement and rate may change the decision."""
 
     def __init__(self, setting: Compression, limits: CompressorLimits | None = None) -> None:
         self._coding = _CODINGS[setting]
@@ -115,7 +115,7 @@ class Compressor:
             self._decide(kind)
 
     def choose_coding(self, bulk: bool, now: float) -> PackDecision:
-        """What to do with a message of prefill rows (``bulk``) or decode rows."""
+        """Decide what to do with a message of prefill rows (``bulk``) or decode rows."""
         kind = self._kinds[bulk]
         if self._coding is Coding.PLAIN:
             return PackDecision(Coding.PLAIN)
@@ -130,13 +130,13 @@ class Compressor:
         )
 
     def on_packed(self, bulk: bool, packed: PackedSample) -> None:
-        """Record a packed message, also one that did not shrink."""
+        """Record a packed message, even if it did not shrink."""
         kind = self._kinds[bulk]
         kind.add_sample(packed)
         self._decide(kind)
 
     def estimate_gain(self, bulk: bool) -> PackingGain | None:
-        """The current gain of packing messages of a kind; ``None`` before any was packed."""
+        """Estimate the gain of packing a kind of messages; ``None`` before any was packed."""
         return self._kinds[bulk].estimate_gain(self._rate)
 
     def is_packing(self, bulk: bool) -> bool:

@@ -21,7 +21,7 @@ Floats = npt.NDArray[np.float32]
 
 
 def packed_bytes(payload: Payload) -> int:
-    """Bytes of rows ``payload.shape`` in 8 bits."""
+    """Return the bytes of rows ``payload.shape`` in 8 bits."""
     rows, hidden = payload.shape
     return rows * (_SCALE.itemsize + hidden)
 
@@ -41,7 +41,7 @@ def to_int8(rows: memoryview, payload: Payload) -> bytes:
 
 
 def to_rows(packed: memoryview, payload: Payload) -> memoryview:
-    """Convert back to plain rows; ``packed`` has :func:`packed_bytes` bytes of any content."""
+    """Convert back to plain rows; ``packed`` has :func:`packed_bytes` bytes, of any content."""
     split = payload.shape[0] * _SCALE.itemsize
     with np.errstate(all="ignore"):
         scale = np.frombuffer(packed[:split], _SCALE)

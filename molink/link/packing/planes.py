@@ -5,8 +5,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-#: By element size: which bits of a rotated element go to which plane (shift and type), the plane of
-#: the top byte last.
+#: By element size, the planes of a rotated element (shift and type); the top byte's plane is last.
 _PLANES: dict[int, tuple[tuple[int, np.dtype[Any]], ...]] = {
     2: ((0, np.dtype("u1")), (8, np.dtype("u1"))),
     4: ((0, np.dtype("<u2")), (16, np.dtype("u1")), (24, np.dtype("u1"))),
@@ -30,7 +29,7 @@ class BytePlanes:
         self._scratch = np.empty(max_bytes, np.uint8)
 
     def split_planes(self, data: memoryview, size: int) -> tuple[memoryview, memoryview]:
-        """The top bytes and the other bytes of elements of ``size`` (2 or 4) bytes."""
+        """Split elements of ``size`` (2 or 4) bytes into their top bytes and the other bytes."""
         words = np.frombuffer(data, _WORDS[size])
         rotated, scratch = self._words(words)
         np.left_shift(words, 1, out=rotated)
@@ -46,7 +45,7 @@ class BytePlanes:
         return result[low:at], result[:low]
 
     def join_planes(self, tops: bytes, others: memoryview, size: int) -> memoryview:
-        """The ``len(tops)`` elements that :meth:`split_planes` split."""
+        """Join the ``len(tops)`` elements that :meth:`split_planes` split."""
         words = self._result[: len(tops) * size].view(_WORDS[size])
         rotated, scratch = self._words(words)
         rotated[:] = 0

@@ -21,19 +21,19 @@ from molink.link.policies.outflow import Outflow, PackingRatio
 from molink.util.ewma import Ewma
 from molink.wire.messages.data_plane import Channel
 
-#: Maximum seconds between prefill chunks while prefill rows have credit. Where a chunk takes longer
-#: than 5 ms, it gets a tenth of the time instead.
+#: Maximum seconds between prefill chunks while prefill rows have credit. If a chunk takes longer
+#: than 5 ms, prefill gets a tenth of the time instead.
 MAX_CHUNK_INTERVAL = 0.05
 CHUNK_SHARE = 0.1
-#: Prefill rows use this share of the time until the next decode rows, which may come early and
-#: would then wait for data in the sockets.
+#: Share of the time until the next decode rows that prefill rows may use. Decode rows may come
+#: early, and would then wait for data in the sockets.
 COMMITTED_SHARE = 0.7
-#: Seconds of prefill rows in flight while decode rows are overdue: the shortest reliable timer,
-#: plus the recent lateness of timers.
+#: Seconds' worth of prefill rows in flight while decode rows are overdue: the shortest reliable
+#: timer, to which the recent lateness of timers is added.
 LEAD_S = 0.001
 #: Weight of the last timer's lateness.
 _WEIGHT = 0.1
-#: Times that differ by less (seconds) are equal.
+#: Times that differ by less (in seconds) count as equal.
 _TIME_EPSILON = 0.0005
 #: Tolerance of a quotient that is rounded down.
 _ROW_EPSILON = 1e-6
@@ -46,15 +46,14 @@ class AdaptivePolicy:
     the :class:`~.credit.CreditWindow`, which bounds the queue in front of a decode volume to about
     :data:`~.credit.TARGET_DELAY`, and, with ``predict``, if it will have left well before the next
     decode rows (:data:`COMMITTED_SHARE` of ``T_a × rate``, :class:`~.interval.IdleInterval`).
-    Chunks shrink as these approach, so that even early ones find almost no queue. While they are
-    overdue, :data:`LEAD_S` seconds' worth is in flight, which keeps the link busy.
-    :class:`~.outflow.Outflow` tracks what is in flight.
+    Chunks shrink as the next decode rows approach, so that even early ones meet almost no queue.
+    While decode rows are overdue, :data:`LEAD_S` seconds' worth is in flight, which keeps the link
+    busy. :class:`~.outflow.Outflow` tracks what is in flight.
 
     Bounds: no decode volume waits here for two chunks in a row. Against starvation, while prefill
     rows wait with credit and a ready channel, a whole chunk leaves at least every
-    :data:`MAX_CHUNK_INTERVAL`, however many decode volumes there are. That is a tenth of the link
-    (5 of 50 ms), the most that decode rows can lose. Where the smallest chunk takes longer, it
-    leaves less often.
+    :data:`MAX_CHUNK_INTERVAL`, for any number of decode volumes. Decode rows lose at most this
+    tenth of the link (5 of 50 ms). If the smallest chunk takes longer, it leaves less often.
     """
 
     single_channel = False
@@ -69,16 +68,16 @@ class AdaptivePolicy:
         self._interval = IdleInterval()
         self._outflow = Outflow()
         self._packing_ratio = PackingRatio()
-        #: When the last whole chunk was sent, or prefill rows began to wait if later.
+        #: When the last whole chunk was sent or, if later, prefill rows began to wait.
         self._starving_since = 0.0
         #: Whether the last sent chunk delayed a decode volume.
         self._has_delayed_decode = False
-        #: When to be asked again, and the usual lateness of that.
+        #: When to be asked again, and the usual lateness of the call.
         self._wake_at: float | None = None
         self._lateness = Ewma(_WEIGHT, 0.0)
 
     def handle(self, event: LinkEvent, now: float) -> None:
-        """Pass the event to everything that it concerns."""
+        """Pass the event to all parts that it concerns."""
         match event:
             case RowsProducedEvent():
                 if event.channel is Channel.BULK and not self._bulk:
@@ -125,11 +124,11 @@ class AdaptivePolicy:
         return max(1, min(volume.rows, int(self._window.chunk_bytes / self._wire_bytes(volume))))
 
     def _wire_bytes(self, volume: PendingRows) -> float:
-        """Bytes of a row on the wire."""
+        """Return the bytes of a row on the wire."""
         return volume.row_bytes * self._packing_ratio.ratio
 
     def _sendable_rows(self, volume: PendingRows, now: float) -> int:
-        """Rows that may go now, credit aside: not before their time, and no more than fit."""
+        """Return how many rows may go now, apart from credit: as many as fit, not too early."""
         if now < self._window.opens_at:
             return 0
         free, rate = self._idle_s(now), self._outflow.rate
@@ -140,7 +139,7 @@ class AdaptivePolicy:
         return max(0, int(left / row_s + _ROW_EPSILON))
 
     def _lead_s(self, row_s: float) -> float:
-        """Seconds' worth that may always be in flight; at least a row."""
+        """Return the seconds' worth of rows that may always be in flight; at least one row's."""
         return max(row_s, LEAD_S + self._lateness.get_or(0.0))
 
     def _note_lateness(self, now: float) -> None:
@@ -164,15 +163,15 @@ class AdaptivePolicy:
         return self._starving_since + every
 
     def _retry_at(self, bulk: PendingRows, now: float) -> float:
-        """When held-back prefill rows may go if no event comes."""
+        """Return when held-back prefill rows may go if no event comes."""
         starves_at = self._starves_at(bulk)
         if now < self._window.opens_at:
             return min(self._window.opens_at, max(starves_at, now + _TIME_EPSILON))
         free, rate = self._idle_s(now), self._outflow.rate
         assert free is not None
         assert rate is not None
-        # There is room once more has left, while the idle interval shrinks. Single rows would be
-        # too many messages on a fast link.
+        # Room grows as data leaves, while the idle interval shrinks. Single rows would be too many
+        # messages on a fast link.
         row_s = self._wire_bytes(bulk) / rate
         lacking = self._unsent_s(now) + max(row_s, min(LEAD_S / 2, bulk.rows * row_s))
         room_in = min(

@@ -2,7 +2,7 @@
 
 A policy gets all inputs of the MoLink paper's scheduler (§4) and its successors: produced volumes,
 the executor's decode steps with predictions, acknowledgements and link estimates. It decides what
-to send next, or when to be asked again. It never sees the data. Times are seconds of one monotonic
+to send next, or when to be asked again, and never sees the data. Times are seconds of one monotonic
 clock.
 """
 
@@ -20,7 +20,7 @@ class RowsProducedEvent(msgspec.Struct, frozen=True):
     """A step has produced ``rows`` more rows of ``row_bytes`` each.
 
     ``volume`` names the volume; lower names are older, and a repeated name adds rows. ``channel``
-    is the kind of the rows, even with a single channel for both.
+    is the kind of the rows, even if both kinds share one channel.
     """
 
     volume: int
@@ -30,7 +30,7 @@ class RowsProducedEvent(msgspec.Struct, frozen=True):
 
 
 class DecodeStartedEvent(msgspec.Struct, frozen=True):
-    """The executor started a decode step of ``tokens`` tokens, predicted to take that long (s)."""
+    """The executor started a decode step of ``tokens`` tokens, with its predicted seconds."""
 
     tokens: int
     predicted: float
@@ -57,7 +57,7 @@ class MessageSentEvent(msgspec.Struct, frozen=True):
 
 
 class MessageAcknowledgedEvent(msgspec.Struct, frozen=True):
-    """``nbytes`` have arrived, the newest sent ``elapsed`` seconds ago."""
+    """``nbytes`` have arrived; the newest of them were sent ``elapsed`` seconds ago."""
 
     channel: Channel
     nbytes: int
@@ -65,7 +65,7 @@ class MessageAcknowledgedEvent(msgspec.Struct, frozen=True):
 
 
 class HeartbeatEchoedEvent(msgspec.Struct, frozen=True):
-    """A heartbeat on the decode channel took ``elapsed`` seconds there and back."""
+    """A heartbeat on the decode channel had a round trip of ``elapsed`` seconds."""
 
     elapsed: float
 
@@ -97,7 +97,7 @@ LinkEvent = (
 
 
 class SendRowsAction(msgspec.Struct, frozen=True):
-    """Send the next ``rows`` rows of ``volume``, and nothing else on its channel before."""
+    """Send the next ``rows`` rows of ``volume`` before anything else on its channel."""
 
     volume: int
     rows: int
@@ -130,12 +130,12 @@ class ChannelPolicy(Protocol):
         """Record an event."""
 
     def choose_action(self, now: float, ready: Collection[Channel]) -> LinkAction:
-        """Choose what to send on one of the ready channels. Asked only while something waits."""
+        """Choose what to send on one of the ready channels. Called only while rows wait."""
 
 
 @dataclass(slots=True)
 class PendingRows:
-    """Produced and unsent rows of a volume."""
+    """Produced but unsent rows of a volume."""
 
     volume: int
     rows: int
@@ -172,7 +172,7 @@ class RowBacklog:
 
     @property
     def first(self) -> PendingRows | None:
-        """The oldest volume."""
+        """Return the oldest volume."""
         return self._pending[self._order[0]] if self._order else None
 
     def take_rows(self, rows: int) -> None:

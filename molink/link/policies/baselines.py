@@ -55,7 +55,7 @@ class ConcurrentPolicy:
 
     def __init__(self) -> None:
         self._pending: dict[int, PendingRows] = {}
-        #: By channel, volumes with their position in the round, next first.
+        #: By channel, volumes in round-robin order.
         self._round: dict[Channel, deque[tuple[int, int]]] = {
             channel: deque() for channel in Channel
         }

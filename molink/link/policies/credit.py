@@ -12,13 +12,13 @@ from molink.wire.messages.data_plane import Channel
 
 #: Target queueing delay in seconds above the minimum round trip of a chunk.
 TARGET_DELAY = 0.008
-#: Delays in seconds that count as none and as too high.
+#: Delays in seconds below which there is no queue, and above which it is too long.
 LOW_DELAY = 0.004
 HIGH_DELAY = 0.020
-#: Seconds for which the decode channel's delay vouches for the queue.
+#: Seconds for which a timely decode message proves that there is no queue.
 VOUCH_S = 0.25
-#: Bounds of the window as a multiple of its computed size. Late chunks shrink it; chunks without a
-#: queue grow it, since the real rate then exceeds the estimate.
+#: Bounds of the window as a multiple of its computed size. Late chunks shrink it; chunks that meet
+#: no queue grow it, since the real rate then exceeds the estimate.
 MIN_SHARE = 0.6
 MAX_SHARE = 1.25
 #: Change of that multiple per round trip.
@@ -40,11 +40,12 @@ class CreditWindow:
     """A window on bytes in flight: the link's capacity plus :data:`TARGET_DELAY`.
 
     The size is ``rate × (minimum round trip + TARGET_DELAY)`` plus a chunk, by the link's estimate,
-    so at most :data:`TARGET_DELAY` seconds' worth can queue. Delay corrects errors of the estimate
-    within bounds: a connection in slow start or loss recovery holds chunks back on this PC, where
-    they do no harm, and would never grow if the window shrank with it. While decode messages are
-    timely, there is no queue that could delay chunks: a segment was lost, and later ones wait for
-    it at the receiver. Before the first estimate the window doubles per round trip.
+    so at most :data:`TARGET_DELAY` seconds' worth can queue. Delay corrects errors of the estimate,
+    but only within bounds: a connection in slow start or loss recovery holds chunks back on this
+    PC, where they do no harm, and would never grow if the window shrank with it. While decode
+    messages are timely, there is no queue on the link. Late chunks then mean that a segment was
+    lost, for which later ones wait at the receiver. Before the first estimate the window doubles
+    per round trip.
     """
 
     def __init__(self) -> None:
@@ -55,9 +56,9 @@ class CreditWindow:
         self._rate: float | None = None
         self._minimum = 0.0
         self._share = 1.0
-        #: Late chunks say nothing about the link until then.
+        #: Until then, late chunks say nothing about the link.
         self._vouched_until = 0.0
-        #: The window may not grow until then, since a heartbeat met a queue.
+        #: Until then, the window may not grow, since a heartbeat met a queue.
         self._queue_until = 0.0
         #: When everything sent would have left at the window's rate.
         self._filled_until = 0.0
@@ -92,12 +93,15 @@ class CreditWindow:
 
     @property
     def opens_at(self) -> float:
-        """When the next chunk may go. Chunks are spread, or an idle link would get all at once."""
+        """Return when the next chunk may go.
+
+        Chunks are paced; otherwise an idle link would get all of them at once.
+        """
         return self._filled_until - TARGET_DELAY
 
     @property
     def chunk_bytes(self) -> int:
-        """Chunk size: :data:`CHUNK_S` of the link's rate, in bytes."""
+        """Chunk size in bytes: :data:`CHUNK_S` of the link's rate."""
         if self._rate is None:
             return FIRST_CHUNK
         return int(min(MAX_CHUNK, max(MIN_CHUNK, CHUNK_S * self._rate)))
@@ -120,7 +124,7 @@ class CreditWindow:
         self._update_size()
 
     def _vouch(self, elapsed: float, nbytes: int, now: float) -> None:
-        """Record the delay of a decode message."""
+        """Record the delay of a decode message, which shows whether there is a queue."""
         if self._rate is not None:
             in_time = elapsed - self._minimum - nbytes / self._rate <= HIGH_DELAY
             self._vouched_until = now - elapsed + VOUCH_S if in_time else now

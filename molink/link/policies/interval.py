@@ -8,8 +8,8 @@ next decode step (``t_s``, lasting ``T_d``):
 3. ``t_c < t_s``: no step runs. The first batch of the latest iteration finished here at ``t_p`` and
    finishes here again one round trip later, ``T_a = t_p + T_o + T_m - t_c``.
 
-So ``T_a`` is the next finish of decode rows minus ``t_c``. The executor's events tell it: a start
-brings ``T_d`` (cases 1 and 2), a finish the sum of case 3. All in seconds.
+So ``T_a`` is the next finish of decode rows minus ``t_c``. The executor's events provide it: a
+start carries ``T_d`` (cases 1 and 2), a finish the sum of case 3. All times are seconds.
 """
 
 from molink.link.policies.base import DecodeFinishedEvent, DecodeStartedEvent, LinkEvent
@@ -22,13 +22,13 @@ OVERDUE = 0.1
 class IdleInterval:
     """Tracks until when the link is free of decode rows.
 
-    Beyond the paper: a late step leaves an interval of 0, and one that is far too late
-    (:data:`OVERDUE`) is given up, as after the last request.
+    Beyond the paper: while a step is late the interval is 0, and a step that is far too late
+    (:data:`OVERDUE`), as after the last request, is no longer expected.
     """
 
     def __init__(self) -> None:
-        #: When the next decode rows should finish, and when they are given up; ``None`` if none are
-        #: expected.
+        #: When the next decode rows should finish, and when they are no longer expected; ``None``
+        #: if none are.
         self._expected: tuple[float, float] | None = None
 
     def handle(self, event: LinkEvent, now: float) -> None:
@@ -45,8 +45,9 @@ class IdleInterval:
         self._expected = now + seconds, now + seconds + max(OVERDUE, seconds)
 
     def interval_at(self, t_c: float) -> float | None:
-        """``T_a`` of a transmission that starts at ``t_c``; ``None`` if no decode rows are
-        expected.
+        """Return ``T_a`` of a transmission that starts at ``t_c``.
+
+        ``None`` if no decode rows are expected.
         """
         if self._expected is None:
             return None

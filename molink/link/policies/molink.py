@@ -16,7 +16,7 @@ from molink.link.policies.interval import IdleInterval
 from molink.link.policies.outflow import Outflow, PackingRatio
 from molink.wire.messages.data_plane import Channel
 
-#: ``N`` of the paper: decode volumes that prefill rows wait for at most.
+#: ``N`` of the paper: maximum decode volumes for which prefill rows wait.
 MAX_WAITING = 30
 #: Bytes of a chunk before the link's rate is known.
 FIRST_CHUNK = 64 * 1024
@@ -25,17 +25,18 @@ FIRST_CHUNK = 64 * 1024
 class MoLinkPolicy:
     """Sends decode volumes first and prefill volumes in just-in-time chunks between them.
 
-    An iteration of the paper's loop is a decision. Transmissions block: the next decision follows
-    when the previous data has left, as predicted from the link's rate (:class:`~.outflow.Outflow`).
-    All volumes travel on one connection in order of decisions, as in the paper, where nothing else
-    keeps prefill data out of the way. A connection for decode rows is left to ``adaptive``.
+    One decision is one iteration of the paper's loop. Transmissions block: the next decision
+    follows when the previous data has left, as predicted from the link's rate
+    (:class:`~.outflow.Outflow`). As in the paper, all volumes travel on one connection in order of
+    decisions, so only the decisions keep prefill data out of the way. Only ``adaptive`` has a
+    second connection for decode rows.
 
     Differences from the paper: the round trip of case 3 (``T_o + T_m``) is multiplied by its recent
-    slowdown, the expected batch is the one that is due first rather than the iteration's first
-    (:class:`molink.ring.round_trip.RoundTripClock`), and packed rows count as their packed bytes.
-    Where the paper is silent: a chunk has at least one row; it is the whole remainder if no decode
-    rows are expected (any more, :data:`~.interval.OVERDUE`), and :data:`FIRST_CHUNK` bytes while
-    the rate is unknown.
+    slowdown; the expected batch is the one due first instead of the iteration's first
+    (:class:`molink.ring.round_trip.RoundTripClock`); and packed rows count as their packed bytes.
+    Choices that the paper leaves open: a chunk has at least one row; it is the whole remainder if
+    no decode rows are expected (any more, :data:`~.interval.OVERDUE`), and :data:`FIRST_CHUNK`
+    bytes while the rate is unknown.
     """
 
     name = "molink"
@@ -51,7 +52,7 @@ class MoLinkPolicy:
         self.weight = 0
 
     def handle(self, event: LinkEvent, now: float) -> None:
-        """Line 1 of the algorithm for produced rows; the predictors get every event."""
+        """Do line 1 of the algorithm for produced rows, and pass every event to the predictors."""
         if isinstance(event, RowsProducedEvent):
             (self._decode if event.channel is Channel.DECODE else self._prefill).add_rows(event)
         elif isinstance(event, MessageSentEvent):
@@ -60,7 +61,7 @@ class MoLinkPolicy:
         self._outflow.handle(event, now)
 
     def choose_action(self, now: float, ready: Collection[Channel]) -> LinkAction:
-        """Lines 2 to 4 of the algorithm."""
+        """Do lines 2 to 4 of the algorithm."""
         decode, prefill = self._decode.first, self._prefill.first
         if Channel.BULK not in ready or (decode is None and prefill is None):
             return WaitAction()
@@ -81,7 +82,7 @@ class MoLinkPolicy:
         return SendRowsAction(volume.volume, rows)
 
     def _chunk_rows(self, volume: PendingRows, now: float) -> int:
-        """``chunk()`` of the paper: the rows that the link carries in ``T_a``."""
+        """Compute ``chunk()`` of the paper: the rows that the link carries in ``T_a``."""
         free = self._interval.interval_at(now)
         if free is None:
             return volume.rows

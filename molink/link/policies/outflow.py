@@ -12,12 +12,12 @@ from molink.link.policies.base import (
     MessageSentEvent,
 )
 
-#: A correction is the minimum of this many, since acknowledgements may be late for other reasons.
+#: A correction is the minimum over this many acknowledgements, which may be late for other reasons.
 CORRECTIONS = 4
-#: Maximum correction in seconds. Larger delays are TCP's on this PC; it must keep getting data, or
-#: its window would never grow.
+#: Maximum correction in seconds. Larger delays are caused by TCP on this PC, which must keep
+#: getting data, or its window would never grow.
 MAX_CORRECTION = 0.008
-#: Weight of an acknowledgement in :attr:`Outflow.rate_share`, and the minimum of that.
+#: Weight of an acknowledgement in :attr:`Outflow.rate_share`, and that share's minimum.
 WEIGHT = 0.01
 MIN_RATE_SHARE = 0.8
 
@@ -26,7 +26,7 @@ class _InFlight(msgspec.Struct, frozen=True):
     nbytes: int
     #: Expected seconds of link time.
     seconds: float
-    #: When it should have left, without corrections since its stretch began.
+    #: When the message should have left, without corrections since its stretch began.
     leaves_at: float
     stretch: int
 
@@ -34,14 +34,14 @@ class _InFlight(msgspec.Struct, frozen=True):
 class Outflow:
     """Tracks data that was passed to the sockets, at the link's estimated rate.
 
-    Nothing reports when bytes leave: each message takes its size divided by the rate, after the
-    previous ones on any channel. The estimate is a recent maximum, so continuous sending leaves
-    later and later than predicted. Acknowledgements correct this: an acknowledged message left one
-    round trip ago, and what follows it in the same *stretch* (a time without a break in sending) is
-    as late as it was. :attr:`rate_share` remembers how much slower than the estimate bytes leave.
-    The remaining queue at the end of a stretch is ignored, since allowing for it would withhold
-    data from TCP, whose window could not grow; the credit window bounds it. Before a rate is known,
-    data counts as in flight until it is acknowledged.
+    Nothing reports when bytes leave. So each message is assumed to take its size divided by the
+    rate, after the previous messages on any channel. The estimate is a recent maximum, so during
+    continuous sending data leaves later and later than predicted. Acknowledgements correct this: an
+    acknowledged message left one round trip ago, and later messages of the same *stretch* (a time
+    without a break in sending) are as late as it was. :attr:`rate_share` remembers how much slower
+    than the estimate bytes leave. The queue that remains at the end of a stretch is ignored:
+    waiting for it would withhold data from TCP, whose window could not grow. The credit window
+    bounds that queue. Before a rate is known, data counts as in flight until it is acknowledged.
     """
 
     def __init__(self) -> None:
@@ -100,9 +100,7 @@ class Outflow:
             self._correct(now - self._min_rtt - newest.leaves_at, event.nbytes, seconds)
 
     def _correct(self, late: float, nbytes: int, seconds: float) -> None:
-        """Record that ``nbytes``, worth ``seconds`` of the link, left ``late`` seconds after
-        prediction.
-        """
+        """Record that ``nbytes``, worth ``seconds`` of the link, left ``late`` seconds too late."""
         before = min(self._late, default=None)
         self._late.append(late)
         minimum = min(self._late)
@@ -128,14 +126,14 @@ class Outflow:
         return sum(each.nbytes for channel in self._in_flight for each in channel)
 
     def is_busy(self, now: float) -> bool:
-        """Whether sent data has not left yet."""
+        """Whether some sent data has not left yet."""
         return now < self.leaves_at if self.rate is not None else self.unacknowledged > 0
 
 
 class PackingRatio:
     """Recent ratio of bytes on the wire to bytes of rows.
 
-    Policies count rows, while credits and rates count bytes on the wire, and rows may be packed.
+    Policies count rows; credits and rates count bytes on the wire, where rows may be packed.
     """
 
     #: Weight of the last grant in the running mean.
@@ -147,7 +145,7 @@ class PackingRatio:
         self._sent_bytes = 0
 
     def on_granted(self, nbytes: int) -> None:
-        """Record that rows of ``nbytes`` may go and that those of the previous grant have left."""
+        """Record that rows of ``nbytes`` may go, and that the previous grant's have left."""
         if self._granted_bytes and 0 < self._sent_bytes <= 2 * self._granted_bytes:
             self.ratio += self.WEIGHT * (
                 min(1.0, self._sent_bytes / self._granted_bytes) - self.ratio

@@ -1,4 +1,4 @@
-"""Administrative requests of the command line and of daemons, to the coordinator or a daemon.
+"""Administrative requests from the command line and daemons to the coordinator or a daemon.
 
 Each has a ``ref`` that the reply repeats. The reply is
 :class:`molink.wire.messages.control_plane.DoneReply` unless noted. A daemon sends requests under
@@ -18,7 +18,7 @@ from molink.wire.messages.membership import MAX_USES, SignedEntry
 
 
 class ServeModel(Message, frozen=True, kw_only=True, tag="serve-model"):
-    """Desired state, from a peer that has the model: serve it.
+    """Desired state, sent by a peer that has the model: serve it.
 
     ``model.root`` identifies the model's bytes. The first placement waits for ``min_peers`` peers
     with a stage. ``micro_batches`` 0 is automatic. The ring is placed for ``objective`` and has
@@ -27,7 +27,7 @@ class ServeModel(Message, frozen=True, kw_only=True, tag="serve-model"):
 
     ref: Count
     model: ModelFacts
-    #: A restarted daemon repeats its request, which must not override later ones.
+    #: Marks a restarted daemon's repeated request, which must not override later requests.
     is_retry: bool = False
     min_peers: Annotated[int, msgspec.Meta(ge=1, le=255)] = 1
     dtype: DTypeChoice = "auto"
@@ -39,7 +39,7 @@ class ServeModel(Message, frozen=True, kw_only=True, tag="serve-model"):
 
 
 class StopServing(Message, frozen=True, kw_only=True, tag="stop-serving"):
-    """Desired state: no model. For an owner and the peer that requested the current model."""
+    """Desired state: no model. Allowed for owners and for the peer that requested the model."""
 
     ref: Count
 
@@ -47,7 +47,7 @@ class StopServing(Message, frozen=True, kw_only=True, tag="stop-serving"):
 class SwitchModel(Message, frozen=True, kw_only=True, tag="switch-model"):
     """Desired state: stop or resume serving one of the models.
 
-    Allowed for an owner and the peer that requested that model.
+    Allowed for owners and for the peer that requested the model.
     """
 
     ref: Count
@@ -69,7 +69,7 @@ MAX_PINS = 64
 class ServingOptions(Message, frozen=True, kw_only=True):
     """How to serve a model.
 
-    ``pins`` are PCs by id or name, each with its stage: ``auto`` or ``A-B``.
+    ``pins`` maps PCs, by id or name, to their stage: ``auto`` or ``A-B``.
     """
 
     replicas: Annotated[int, msgspec.Meta(ge=1, le=MAX_PIPELINES)] = 1
@@ -83,7 +83,7 @@ class ServingOptions(Message, frozen=True, kw_only=True):
 
 
 class ModelSpec(ServingOptions, frozen=True, kw_only=True):
-    """A model of :class:`ApplyModels` with its desired pipelines."""
+    """A model of :class:`ApplyModels`, with its desired pipelines."""
 
     model: ModelFacts
 
@@ -96,7 +96,7 @@ class DesiredModels(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ApplyModels(Message, frozen=True, kw_only=True, tag="apply-models"):
-    """Desired state, from an owner that has the models: serve exactly these.
+    """Desired state, sent by an owner that has the models: serve exactly these.
 
     The payload is msgpack of :class:`DesiredModels`. Answered by :class:`ApplyReply`. All or
     nothing is applied, and nothing with ``dry_run``.
@@ -115,7 +115,7 @@ class ApplyReply(Message, frozen=True, kw_only=True, tag="apply-reply"):
 
 
 class ModelEntry(ServingOptions, frozen=True, kw_only=True):
-    """A model of an :class:`ApplyFile`: a folder or a name of the hub, and how to serve it."""
+    """A model of an :class:`ApplyFile`: a folder or a hub model's name, and how to serve it."""
 
     source: Annotated[str, msgspec.Meta(min_length=1, max_length=2048)]
     adapters: AdapterFolders = msgspec.field(default_factory=dict)
@@ -125,7 +125,7 @@ class ApplyFile(Message, frozen=True, kw_only=True, tag="apply-file"):
     """The command line asks its daemon to have the swarm serve the models of a file.
 
     The command line repeats it until the coordinator has answered (:class:`ApplyReply`); until then
-    :class:`LoadModelReply` tells the progress.
+    :class:`LoadModelReply` reports progress.
     """
 
     ref: Count
@@ -137,8 +137,8 @@ class ApplyFile(Message, frozen=True, kw_only=True, tag="apply-file"):
 class LoadModel(Message, frozen=True, kw_only=True, tag="load-model"):
     """The command line asks its daemon to load a model and have the swarm serve it.
 
-    The command line repeats it; each :class:`LoadModelReply` tells the progress. ``model`` is a
-    folder or a name of the hub.
+    The command line repeats it; each :class:`LoadModelReply` reports progress. ``model`` is a
+    folder or a hub model's name.
     """
 
     ref: Count
@@ -148,7 +148,7 @@ class LoadModel(Message, frozen=True, kw_only=True, tag="load-model"):
 class LoadModelReply(Message, frozen=True, kw_only=True, tag="load-model-reply"):
     """Progress of a :class:`LoadModel`, in bytes of ``total``.
 
-    ``asked``: the coordinator has been asked and serves it as ``name``.
+    With ``asked`` the coordinator has been asked to serve it as ``name``.
     """
 
     ref: Count
@@ -167,7 +167,8 @@ class LogRequest(Message, frozen=True, kw_only=True, tag="log-request"):
 class LogReply(Message, frozen=True, kw_only=True, tag="log-reply"):
     """The membership log: msgpack of its signed entries (payload ``u8 [n]``).
 
-    For join tokens it also has the coordinator's addresses, and members that will know the next.
+    For join tokens it also has the coordinator's addresses, and members that can name a later
+    coordinator.
     """
 
     ref: Count
@@ -204,7 +205,7 @@ class InviteReply(Message, frozen=True, kw_only=True, tag="invite-reply"):
 
 
 class InvitationsRequest(Message, frozen=True, kw_only=True, tag="invitations-request"):
-    """List invitations: all for an owner, its own for another peer."""
+    """List invitations: all of them for an owner, their own for other peers."""
 
     ref: Count
 
@@ -217,9 +218,9 @@ class InvitationsReply(Message, frozen=True, kw_only=True, tag="invitations-repl
 
 
 class LeaveRequest(Message, frozen=True, kw_only=True, tag="leave-request"):
-    """The command line, or the daemon, leaves the swarm for good.
+    """The command line, or the daemon, leaves the swarm permanently.
 
-    ``devices``: the further devices of its PC, which leave too.
+    ``devices`` are the further devices of its PC, which also leave.
     """
 
     ref: Count
@@ -227,7 +228,7 @@ class LeaveRequest(Message, frozen=True, kw_only=True, tag="leave-request"):
 
 
 class RenameRequest(Message, frozen=True, kw_only=True, tag="rename-request"):
-    """The daemon calls its PC by another name from now on."""
+    """The daemon renames its PC."""
 
     ref: Count
     name: Text
@@ -236,7 +237,7 @@ class RenameRequest(Message, frozen=True, kw_only=True, tag="rename-request"):
 class RevokeRequest(Message, frozen=True, kw_only=True, tag="revoke-request"):
     """Ban a peer, by name or id, or end an invitation (``invite:…``).
 
-    Only for owners; the creator of an invitation may end it too.
+    Only for owners; the creator of an invitation may also end it.
     """
 
     ref: Count
@@ -246,8 +247,8 @@ class RevokeRequest(Message, frozen=True, kw_only=True, tag="revoke-request"):
 class RevokeReply(Message, frozen=True, kw_only=True, tag="revoke-reply"):
     """Reply to :class:`RevokeRequest`.
 
-    ``kept_peers`` names peers that joined by the same invitation and stay, ``ended_peers`` those
-    that were shut out since the revoked one admitted them.
+    ``kept_peers`` names peers that joined by the same invitation and stay; ``ended_peers`` names
+    peers that were shut out because the revoked peer had admitted them.
     """
 
     ref: Count
@@ -291,7 +292,7 @@ class PairingDecisionReply(Message, frozen=True, kw_only=True, tag="pairing-deci
 class StatusRequest(Message, frozen=True, kw_only=True, tag="status-request"):
     """Ask a daemon or the coordinator for the swarm's status.
 
-    With ``scale_out`` it includes what one more PC would gain, which takes a while.
+    With ``scale_out`` it includes the gain from one more PC, which takes a while to compute.
     """
 
     ref: Count
@@ -308,7 +309,7 @@ class StatusReply(Message, frozen=True, kw_only=True, tag="status-reply"):
 class DrainRequest(Message, frozen=True, kw_only=True, tag="drain-request"):
     """The command line asks its daemon to release its layers for now, or to hold some again.
 
-    ``device`` names one device; empty: all of this PC.
+    ``device`` names one device; if empty, all devices of this PC are meant.
     """
 
     ref: Count

@@ -27,7 +27,7 @@ class LeanMessage(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Coding(IntEnum):
-    """How rows are packed in their frame (``molink.link.packing.compression``)."""
+    """How rows are packed in a frame (``molink.link.packing.compression``)."""
 
     PLAIN = 0
     LOSSLESS = 1
@@ -38,12 +38,12 @@ class Coding(IntEnum):
 class Payload(msgspec.Struct, frozen=True, array_like=True):
     """Describes the payload frame: row-major elements of ``dtype`` in ``shape``.
 
-    Packed rows of a volume take ``coded`` bytes, fewer than ``nbytes``.
+    Packed rows of a volume take ``coded`` bytes, which are fewer than ``nbytes``.
     """
 
     dtype: DType
     shape: Annotated[tuple[Index, ...], msgspec.Meta(min_length=1, max_length=2)]
-    #: A number, since a name would take two more bytes per header.
+    #: An integer, since a name would take two more bytes per header.
     coding: Coding = Coding.PLAIN
     coded: Index = 0
 

@@ -1,8 +1,8 @@
 """Encodes messages as frames: one msgpack header and at most one payload frame.
 
 Input is validated before anything is allocated: the number of frames, both sizes, the type, all
-fields, and that the payload has the announced size. Only rows of volumes may be packed, to fewer
-bytes than plain and to no more than fit a plain message.
+fields, and that the payload has the announced size. Only rows of volumes may be packed. They must
+take fewer bytes than plain, and must not exceed a plain message when unpacked.
 """
 
 from collections.abc import Sequence
@@ -18,16 +18,17 @@ from molink.wire.messages.serving import ServingMessage
 
 M = TypeVar("M")
 
-#: Bytes; longer data belongs in a payload.
+#: Maximum bytes of a header; longer data belongs in a payload.
 MAX_HEADER = 4096
-#: Bytes; longer messages on a slow link would delay heartbeats beyond their timeout.
+#: Maximum bytes of a payload; longer messages on a slow link would delay heartbeats beyond their
+#: timeout.
 MAX_PAYLOAD = 256 * 1024
 MAX_FRAMES = 2
 
-#: Bytes that can be sent; ``memoryview(array)`` converts others without a copy.
+#: Types of payloads; ``memoryview(array)`` converts arrays without a copy.
 Buffer = bytes | bytearray | memoryview
 
-#: All of the data plane: a worker has one socket for stages and daemons.
+#: All messages of the data plane: a worker has one socket for stages and daemons.
 DataMessage = StageMessage | ServingMessage
 
 

@@ -1,11 +1,11 @@
-"""The control plane: peers with the coordinator, peers with peers, command line with daemon.
+"""The control plane, between peers, the coordinator, daemons and the command line.
 
-Separate modules have reports, requests and instructions; this one has joining, general replies, and
-the union of all.
+Reports, requests and instructions have modules of their own; this one has joining, general replies,
+and the union of all messages.
 
 A *peer id* is :func:`molink.facts.identity.derive_peer_id` of the peer's public CURVE key. The ZAP
-handler sets it as the ``User-Id`` of each message, so messages don't name their sender. Requests
-carry a ``ref`` that the reply repeats.
+handler sets it as the ``User-Id`` of each message, so messages don't name their sender. A reply
+repeats the ``ref`` of its request.
 """
 
 import molink.errors
@@ -98,7 +98,7 @@ class JoinReply(Message, frozen=True, kw_only=True, tag="join-reply"):
 class ErrorReply(Message, frozen=True, kw_only=True, tag="error-reply"):
     """The reply to a failed request; ``code`` is the error's class name.
 
-    ``param`` is that of a :class:`~molink.errors.RequestError`.
+    ``param`` comes from a :class:`~molink.errors.RequestError`.
     """
 
     ref: Count
@@ -108,7 +108,7 @@ class ErrorReply(Message, frozen=True, kw_only=True, tag="error-reply"):
 
     @property
     def error(self) -> MolinkError:
-        """The error of that class, or a MolinkError if the class is unknown."""
+        """An error of that class, or a MolinkError if the class is unknown."""
         kind = getattr(molink.errors, self.code, MolinkError)
         if not (isinstance(kind, type) and issubclass(kind, MolinkError)):
             kind = MolinkError

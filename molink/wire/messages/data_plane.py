@@ -19,7 +19,7 @@ from molink.wire.messages.base import LeanMessage, Payload
 
 
 class LinkReport(LeanMessage, frozen=True, tag="link"):
-    """The outgoing link of stage ``stage`` as measured; goes once round the ring.
+    """The measured outgoing link of stage ``stage``; sent once round the ring.
 
     ``latency`` is one way in seconds, ``rate`` in bytes/s; 0 if unknown.
     """
@@ -30,7 +30,7 @@ class LinkReport(LeanMessage, frozen=True, tag="link"):
 
 
 class SlowdownReport(LeanMessage, frozen=True, tag="slowdown"):
-    """Ratio of step times of stage ``stage`` to its profile, by kind; goes once round the ring."""
+    """Ratio of step times of stage ``stage`` to its profile, by kind; sent once round the ring."""
 
     stage: Annotated[int, msgspec.Meta(ge=0, le=255)]
     decode: Annotated[float, msgspec.Meta(ge=1 / MAX_SLOWDOWN, le=MAX_SLOWDOWN)]
@@ -38,7 +38,7 @@ class SlowdownReport(LeanMessage, frozen=True, tag="slowdown"):
 
 
 class HostMemoryReport(LeanMessage, frozen=True, tag="host"):
-    """KV blocks that fit the host memory of stage ``stage``; goes once round the ring.
+    """KV blocks that fit the host memory of stage ``stage``; sent once round the ring.
 
     ``block_s`` is the time to copy a block one way, in seconds.
     """
@@ -48,21 +48,21 @@ class HostMemoryReport(LeanMessage, frozen=True, tag="host"):
     block_s: Annotated[float, msgspec.Meta(ge=0, le=600)] = 0.0
 
 
-#: Slices of a volume; keeps its header below 4 KiB.
+#: Maximum slices of a volume, whose header must stay below 4 KiB.
 MAX_SLICES = 128
-#: Volumes of one kind (prefill or decode) that a scheduler may have in flight.
+#: Maximum volumes of one kind (prefill or decode) that a scheduler may have in flight.
 MAX_MICRO_BATCHES = 64
-#: Entries of a logit bias; also bounded by the header.
+#: Maximum entries of a logit bias; also bounded by the header.
 MAX_LOGIT_BIAS = 256
 #: Bounds of a repetition penalty; float32 logits are divided by it.
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
 #: Higher temperatures sample almost uniformly.
 MAX_TEMPERATURE = 100.0
-#: Alternatives to a token, as in OpenAI's API.
+#: Maximum alternatives to a token, as in OpenAI's API.
 MAX_TOP_LOGPROBS = 20
-#: Blocks per swap; source and target ids fit one message.
+#: Maximum blocks per swap, whose source and target ids must fit one message.
 MAX_SWAP_BLOCKS = 30_000
-#: Bytes of a grammar, which fits one message.
+#: Maximum bytes of a grammar, which must fit one message.
 MAX_GRAMMAR_BYTES = 128 * 1024
 
 Epoch = Count
@@ -130,11 +130,11 @@ class Admit(LeanMessage, frozen=True, tag="admit"):
     prompt_tokens: Count
     #: Maximum tokens of the request; LongRoPE rotates all of its keys by this length.
     max_positions: Count = 0
-    #: Where recurrent layers keep its state.
+    #: Slot in which recurrent layers keep the request's state.
     state_slot: Index = 0
-    #: Number of its adapter among the model's, from 1; 0 for none.
+    #: Number of the request's adapter among the model's, from 1; 0 for none.
     adapter: Annotated[int, msgspec.Meta(ge=0, le=MAX_ADAPTERS)] = 0
-    #: Slot from which its state is copied before its first rows, on a prefix cache hit; -1: none.
+    #: Slot from which the state is copied before the first rows, on a prefix cache hit; -1: none.
     copy_from_state: OptionalIndex = -1
 
 
@@ -154,8 +154,8 @@ class History(LeanMessage, frozen=True, tag="history"):
 class Grammar(LeanMessage, frozen=True, tag="grammar"):
     """The grammar that constrains a request's answer (payload ``u8 [n]``), for the last stage.
 
-    Sent after :class:`Admit`, before any rows and before :class:`History`, which such a request
-    also gets if part of its answer is known: the last stage replays that part.
+    Sent after :class:`Admit`, before any rows and before :class:`History`. If part of the answer is
+    already known, the request also gets a :class:`History`, which the last stage replays.
     """
 
     seq: Seq
@@ -164,9 +164,9 @@ class Grammar(LeanMessage, frozen=True, tag="grammar"):
 
 
 class PromptImages(LeanMessage, frozen=True, tag="images"):
-    """Where the images of a request's prompt lie, in order.
+    """Spans of a prompt's images, in order.
 
-    If they are ``whole``, a step has all rows of an image that are not cached, or none. Sent after
+    If they are ``whole``, a step has either all uncached rows of an image or none. Sent after
     :class:`Admit` and before any rows. The first stage, whose scheduler issues it, gets the images'
     rows with it.
     """
@@ -192,11 +192,11 @@ class BlockTable(LeanMessage, frozen=True, tag="table"):
 class RequestSlice(LeanMessage, frozen=True, tag=False):
     """Consecutive rows of one request in a volume: tokens ``start … start + count - 1``.
 
-    The last rows may be ``drafts``, tokens that are not sampled yet. The last stage samples from
-    the row before them and from each draft row while the sampled tokens equal the drafts. If all
-    rows are drafts, the slice is a *lookahead*: the token before them was still to be sampled when
-    they were issued, and the last stage samples from them only if they continue what it has
-    sampled.
+    The last rows may be ``drafts``, guesses of tokens that are not sampled yet. The last stage
+    samples from the row before them and from each draft row while the sampled tokens equal the
+    drafts. If all rows are drafts, the slice is a *lookahead*: the token before them was not yet
+    sampled when they were issued, and the last stage samples from them only if they continue the
+    sampled tokens.
     """
 
     request: RequestId
@@ -208,29 +208,29 @@ class RequestSlice(LeanMessage, frozen=True, tag=False):
     blocks: tuple[Index, ...] = ()
     #: Whether the last stage samples from the last row.
     sample: bool = False
-    #: Block from which the positions before ``start`` are copied into this request's block first,
-    #: on a partial prefix cache hit; -1: none.
+    #: On a partial prefix cache hit, the block from which the positions before ``start`` are first
+    #: copied into this request's block; -1: none.
     copy_from_block: OptionalIndex = -1
-    #: Tokens of the last rows, or of all. Only for sampled decode rows.
+    #: Draft tokens of the last rows, or of all rows. Only for sampled decode rows.
     drafts: Annotated[tuple[Index, ...], msgspec.Meta(max_length=MAX_DRAFTS)] = ()
 
     @property
     def is_lookahead(self) -> bool:
-        """Whether the token of its first row was unknown when it was issued."""
+        """Whether it has drafts only: the token before it was unknown when it was issued."""
         return len(self.drafts) == self.count
 
     @property
     def verified_drafts(self) -> tuple[int, ...]:
-        """The drafts that are compared with tokens sampled from its own rows."""
+        """The drafts that are compared with tokens sampled from the slice's own rows."""
         return self.drafts[1:] if self.is_lookahead else self.drafts
 
     def continues_from(self, position: int, token: int) -> bool:
-        """Whether it may be sampled from if ``token`` at ``position`` is the last known one."""
+        """Whether its rows are valid if ``token`` at ``position`` is the last sampled one."""
         return not self.is_lookahead or (self.start, self.drafts[0]) == (position, token)
 
 
 class StateCopy(LeanMessage, frozen=True, tag=False):
-    """The state of a request after its first ``end`` tokens is copied to slot ``target``."""
+    """Copy a request's recurrent state after its first ``end`` tokens to slot ``target``."""
 
     request: RequestId
     end: Index
@@ -240,9 +240,9 @@ class StateCopy(LeanMessage, frozen=True, tag=False):
 class Volume(LeanMessage, frozen=True, tag="volume"):
     """Activations of one micro-batch's decode rows, or of one prefill chunk.
 
-    The payload has the first ``n`` rows, ``[n, hidden]``, of ``sum(count)``;
-    :class:`VolumeFragment` messages on the same channel have the others. A stage's own executor
-    gets no payload.
+    The payload has the first ``n`` of ``sum(count)`` rows, ``[n, hidden]``; :class:`VolumeFragment`
+    messages on the same channel have the others. The first stage's input is token ids, without a
+    payload.
     """
 
     seq: Seq
@@ -252,16 +252,16 @@ class Volume(LeanMessage, frozen=True, tag="volume"):
     #: Whether stages may run decode rows between a chunk's layers, see
     #: :mod:`molink.ring.interleaving`.
     interleaved: bool = False
-    #: Snapshots for the prefix cache, at the ends of slices.
+    #: State copies for the prefix cache, at the ends of slices.
     state_copies: Annotated[tuple[StateCopy, ...], msgspec.Meta(max_length=MAX_SLICES)] = ()
-    #: Tokens that the last stage may predict after each sampled one, while the probability that
-    #: all are right is at least ``min_probability``.
+    #: Maximum tokens that the last stage predicts after each sampled one, while the probability
+    #: that all are right is at least ``min_probability``.
     max_mtp_drafts: Annotated[int, msgspec.Meta(ge=0, le=MAX_DRAFTS)] = 0
     min_probability: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
 
     @property
     def count(self) -> int:
-        """Rows of all slices."""
+        """Number of rows of all slices."""
         slices = self.slices
         return slices[0].count if len(slices) == 1 else sum(each.count for each in slices)
 
@@ -285,11 +285,10 @@ class VolumeFragment(LeanMessage, frozen=True, tag="fragment"):
 class Release(LeanMessage, frozen=True, tag="release"):
     """Ends a request (finished, cancelled or preempted) after ``after_seq``.
 
-    Rows of it that arrive later are dropped. Once this message has gone round the ring, every stage
-    has completed it and the scheduler may reuse the request's blocks.
-
-    ``pending_seqs`` are the other volumes of the request that had not come back. Each is listed,
-    since the last one may be dropped, and so complete, at a stage before an earlier one arrives.
+    Rows of the request that arrive later are dropped. Once this message has gone round the ring,
+    every stage has completed it, and the scheduler may reuse the request's blocks. ``pending_seqs``
+    lists the other volumes of the request that had not come back. All are listed, since a stage may
+    drop, and so complete, the last one before an earlier one arrives.
     """
 
     seq: Seq
@@ -301,8 +300,8 @@ class Release(LeanMessage, frozen=True, tag="release"):
 class SwapOut(LeanMessage, frozen=True, tag="swap_out"):
     """Copies blocks of a request to host memory before its :class:`Release`.
 
-    The payload is ``i32 [2, n]``: ``n`` blocks of its table, then the target host blocks. No row of
-    the request is in flight.
+    The payload is ``i32 [2, n]``: ``n`` blocks of its table, then the target host blocks. The
+    request has no rows in flight.
     """
 
     seq: Seq
@@ -324,7 +323,7 @@ class SwapIn(LeanMessage, frozen=True, tag="swap_in"):
 
 
 class Tombstone(LeanMessage, frozen=True, tag="tombstone"):
-    """Completes a volume whose rows were all dropped."""
+    """Completes a volume all of whose rows were dropped."""
 
     seq: Seq
 
@@ -341,7 +340,7 @@ class TopLogprobs(LeanMessage, frozen=True, tag="top"):
 class PooledRow(LeanMessage, frozen=True, tag="pooled"):
     """The normed row before ``position`` (payload ``f32 [hidden]``), of an embedding model.
 
-    Precedes the :class:`SamplerOutput` with its token, which means nothing.
+    Precedes the :class:`SamplerOutput` with its token, which has no meaning.
     """
 
     request: RequestId
@@ -368,7 +367,7 @@ class ForcedTokens(LeanMessage, frozen=True, tag=False):
 class MtpDrafts(LeanMessage, frozen=True, tag=False):
     """The last stage's drafts after the last ``SampledId`` of a request.
 
-    ``percents`` are the probabilities of each if the previous ones are right.
+    ``percents`` has the probability of each draft if the previous ones are right.
     """
 
     request: RequestId
@@ -382,9 +381,10 @@ class MtpDrafts(LeanMessage, frozen=True, tag=False):
 class SamplerOutput(LeanMessage, frozen=True, tag="sampled"):
     """Completes volume ``seq`` at the last stage; ``sampled`` has a token per sampled slice.
 
-    A slice with drafts yields the accepted ones in order and the token after them; a wrong
-    lookahead slice yields nothing. ``failed`` lists requests with unusable logits (NaN). Two are
-    hints: ``forced`` has drafts that are certainly right, ``mtp_drafts`` those of an MTP layer.
+    A slice with drafts yields the accepted drafts in order and the token after them; a wrong
+    lookahead slice yields nothing. ``failed`` lists requests with unusable logits (NaN). Two fields
+    are hints: ``forced`` has drafts that are certainly right, ``mtp_drafts`` has drafts of an MTP
+    layer.
     """
 
     seq: Seq
@@ -441,7 +441,7 @@ class Frame(LeanMessage, frozen=True, tag="frame"):
 
     @property
     def payload(self) -> Payload | None:
-        """The payload header of its body, if any."""
+        """The payload description of the body, if any."""
         return getattr(self.body, "payload", None)
 
 
@@ -454,7 +454,7 @@ class Ack(LeanMessage, frozen=True, tag="ack"):
 
 
 class Heartbeat(LeanMessage, frozen=True, tag="heartbeat"):
-    """Heartbeat on the decode channel: every 1 s, or 100 ms while requests live.
+    """Heartbeat on the decode channel: every 1 s, or every 100 ms while requests live.
 
     ``completed_seq`` is the compute thread's progress and ``queued`` counts volumes that wait for
     it; queued work without progress means death, even with healthy sockets. ``sent_at`` is the

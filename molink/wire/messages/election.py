@@ -12,9 +12,9 @@ from molink.wire.messages.base import Message, Payload
 
 
 class Lease(Message, frozen=True, kw_only=True):
-    """A coordinator's proof that it lives (see :mod:`molink.swarm.election.leases`).
+    """A coordinator's signed proof of life (see :mod:`molink.swarm.election.leases`).
 
-    ``clock``: milliseconds since the coordinator's start.
+    ``clock`` is milliseconds since the coordinator's start.
     """
 
     term: Count
@@ -24,12 +24,12 @@ class Lease(Message, frozen=True, kw_only=True):
 
 
 class LeaderView(Message, frozen=True, kw_only=True):
-    """The leader that a peer knows (see :mod:`molink.swarm.election.leader_election`).
+    """A peer's view of the leader (see :mod:`molink.swarm.election.leader_election`).
 
-    ``is_leader``: the coordinator runs at this peer, with that key and these addresses.
-    ``hears_leader``: it runs elsewhere and this peer is connected to it. ``can_lead``: it could run
-    here. ``replica`` is the version of this peer's copy of the state: term and revision. ``lease``
-    is the last one of the leader that this peer hears.
+    ``is_leader``: the coordinator runs at this peer, with this key and these addresses.
+    ``hears_leader``: it runs elsewhere, and this peer is connected to it. ``can_lead``: it could
+    run at this peer. ``replica`` is the version of this peer's copy of the state: term and
+    revision. ``lease`` is the last lease of the leader that this peer hears.
     """
 
     term: Count
@@ -44,7 +44,7 @@ class LeaderView(Message, frozen=True, kw_only=True):
 
 
 class LeaderRequest(Message, frozen=True, kw_only=True, tag="leader-request"):
-    """Ask a peer for its leader, and tell the sender's."""
+    """Ask a peer for its view of the leader, and send the own view."""
 
     ref: Count
     swarm: Text
@@ -61,8 +61,8 @@ class LeaderReply(Message, frozen=True, kw_only=True, tag="leader-reply"):
 class LeaderHeartbeat(Message, frozen=True, kw_only=True, tag="leader-heartbeat"):
     """The coordinator's reply to each report, and its first message of a session.
 
-    It leads in ``term`` on the PC of peer ``leader`` (empty: without a daemon). A peer of another
-    ``protocol`` gets nothing else. The ``verify_key`` checks the leases of this run.
+    The coordinator leads in ``term`` on the PC of peer ``leader`` (empty: without a daemon). Peers
+    with another ``protocol`` get no other message. ``verify_key`` verifies the leases of this run.
     """
 
     term: Count

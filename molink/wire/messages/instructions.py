@@ -1,4 +1,4 @@
-"""Instructions of the coordinator to peers: membership, stages, routes."""
+"""The coordinator's instructions to peers: membership, stages, routes."""
 
 from typing import Annotated
 
@@ -14,7 +14,7 @@ from molink.wire.messages.relay import CloseRelay, OpenRelay, RelayedRoute
 
 #: Maximum pipelines of a swarm, of all models together.
 MAX_PIPELINES = 8
-#: Maximum peers with some of a model's files: the maximum stages of a ring.
+#: Maximum listed peers with some of a model's files; equals the maximum stages of a ring.
 MAX_SOURCES = 16
 
 Sources = Annotated[tuple[Text, ...], msgspec.Meta(max_length=MAX_SOURCES)]
@@ -32,7 +32,7 @@ class KeepAlive(Message, frozen=True, kw_only=True, tag="keep-alive"):
 
 
 class PeerInfo(Message, frozen=True, kw_only=True, tag="peer-info"):
-    """A peer of the swarm, announced to all others, also when its addresses change."""
+    """A peer of the swarm, announced to all others, again when its addresses change."""
 
     peer: Text
     name: Text
@@ -45,10 +45,10 @@ class PeerInfo(Message, frozen=True, kw_only=True, tag="peer-info"):
 
 
 class Revoked(Message, frozen=True, kw_only=True, tag="revoked"):
-    """The receiver was shut out of the swarm. The last message that it gets.
+    """The receiver was shut out of the swarm; this is the last message that it gets.
 
-    Payload: the membership log as in :class:`~molink.wire.messages.admin.LogReply`, which proves
-    it.
+    The payload is the membership log, as in :class:`~molink.wire.messages.admin.LogReply`, which
+    proves it.
     """
 
     swarm: Text
@@ -60,7 +60,7 @@ class DuplicatePeer(Message, frozen=True, kw_only=True, tag="duplicate-peer"):
 
 
 class Notice(Message, frozen=True, kw_only=True, tag="notice"):
-    """A message for the receiver's user; empty once it is resolved."""
+    """A message for the receiver's user; empty once the problem is resolved."""
 
     text: Sentence
 
@@ -88,7 +88,7 @@ class PeerRemoved(Message, frozen=True, kw_only=True, tag="peer-removed"):
 class Assign(Message, frozen=True, kw_only=True, tag="assign"):
     """Load ``layers`` of ``model`` as stage ``stage`` of ``stages`` and report.
 
-    ``sources`` are peers with all of the model's files, ``partial_sources`` some with a part,
+    ``sources`` are peers with all of the model's files, ``partial_sources`` are peers with a part,
     ``hub`` is another source; only bytes that match ``root`` are valid. A worker of the same
     pipeline with the same layers keeps its weights and only changes its epoch. ``max_model_len``
     bounds a request in tokens (0: the model's own).
@@ -115,7 +115,7 @@ class Prefetch(Message, frozen=True, kw_only=True, tag="prefetch"):
     """Fetch the files of ``layers`` of ``model`` and report the progress.
 
     A pipeline serves meanwhile; the epoch that needs them begins once all peers have theirs.
-    ``number`` distinguishes successive requests.
+    ``number`` distinguishes successive prefetches.
     """
 
     number: Count
@@ -166,7 +166,7 @@ class Unassign(Message, frozen=True, kw_only=True, tag="unassign"):
 
 
 class Route(Message, frozen=True, kw_only=True, tag="route"):
-    """Where requests for ``model`` go; sent to all peers on each change."""
+    """The route of requests for ``model``; sent to all peers on each change."""
 
     pipeline: Text
     epoch: Count
@@ -177,12 +177,12 @@ class Route(Message, frozen=True, kw_only=True, tag="route"):
     #: Peers that serve the model's files (tokenizer, template).
     sources: tuple[Text, ...] = ()
     root: Root = ""
-    #: Peers that serve some of them.
+    #: Peers that serve some of these files.
     partial_sources: Sources = ()
     hub: HubRevision = ""
-    #: Why it isn't ready, for users; empty if it will be in a moment.
+    #: Why the pipeline isn't ready, for users; empty if it will be soon.
     reason: Sentence = ""
-    #: Rises while an epoch is being formed and progresses, else 0. Waiting requests keep waiting.
+    #: Rises while a forming epoch makes progress, during which requests keep waiting; otherwise 0.
     forming_progress: Count = 0
     #: Other running pipelines of the same model.
     sibling_pipelines: Annotated[tuple[Text, ...], msgspec.Meta(max_length=MAX_PIPELINES)] = ()

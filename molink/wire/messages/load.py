@@ -11,7 +11,7 @@ import msgspec
 from molink.facts.scalars import Count, Index, Text
 from molink.wire.messages.base import LeanMessage
 
-#: Bounds of one report, whose header has 4 KiB in all.
+#: Bounds of one report, whose header has at most 4 KiB.
 MAX_STAGES = 8
 MAX_SCHEDULERS = 2
 MAX_REQUESTS = 12
@@ -27,8 +27,8 @@ class StageLoad(LeanMessage, frozen=True):
     """A stage and its link to the next one over the last seconds.
 
     ``busy`` is the share of time with a running step, ``bubbles`` the share of idle time while
-    requests lived. ``weight_bytes`` and ``kv_bytes`` are on its device. Of the link: one-way
-    ``latency_us`` in microseconds, ``rate`` in bytes/s (0: unknown), and unsent (``queued``) and
+    requests lived. ``weight_bytes`` and ``kv_bytes`` are on its device. The link has a one-way
+    ``latency_us`` in microseconds, a ``rate`` in bytes/s (0: unknown), and unsent (``queued``) and
     unacknowledged (``in_flight``) bytes of the decode and the bulk channel.
     """
 
@@ -48,8 +48,8 @@ class StageLoad(LeanMessage, frozen=True):
 class RequestLoad(LeanMessage, frozen=True):
     """A request at a scheduler; ``peer`` is the endpoint that received it.
 
-    Of ``prompt`` and ``generated`` tokens, ``computed`` have passed every stage. ``token_rate`` is
-    tokens per 1000 s since the first token, ``age`` seconds since arrival at this scheduler. A
+    ``computed`` of its ``prompt`` and ``generated`` tokens have passed every stage. ``token_rate``
+    is tokens per 1000 s since the first token, ``age`` seconds since arrival at this scheduler. A
     swapped request should return from host memory in ``resume_ms`` milliseconds (ENST).
     """
 
@@ -66,10 +66,10 @@ class RequestLoad(LeanMessage, frozen=True):
 class SchedulerLoad(LeanMessage, frozen=True):
     """A scheduler's KV blocks and requests, with details of the oldest ones.
 
-    Of ``waiting`` requests, ``swapped`` have their KV in host memory, which has ``host_blocks``;
+    ``swapped`` of the ``waiting`` requests have their KV in host memory, which has ``host_blocks``;
     ``swap_fallbacks`` counts requests that found no room there and are recomputed.
-    ``cached_percent`` of prompt tokens came from the prefix cache. ``queues`` counts requests per
-    queue of the policy, without trailing empty ones.
+    ``cached_percent`` is the share of prompt tokens that came from the prefix cache. ``queues``
+    counts requests per queue of the policy, without trailing empty ones.
     """
 
     pipeline: Text

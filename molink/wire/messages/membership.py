@@ -1,7 +1,7 @@
-"""Entries of the membership log: what is said about members, and the signature that proves it.
+"""Entries of the membership log: signed statements about members.
 
-Times are unix time in seconds, keys Z85 text. Who may say what, and why:
-``docs/decisions/0030-hostile-members.md``.
+Times are unix time in seconds, keys Z85 text. ``docs/decisions/0030-hostile-members.md`` explains
+who may sign which statements.
 """
 
 import hashlib
@@ -16,9 +16,9 @@ from molink.facts.scalars import Count
 from molink.wire.messages.base import PublicKey
 from molink.wire.signing import Signer, derive_public_key, is_signed_by
 
-#: Entries of a log.
+#: Maximum entries of a log.
 MAX_ENTRIES = 1024
-#: Most PCs that one invitation can admit.
+#: Maximum PCs that one invitation can admit.
 MAX_USES = 255
 #: Prefix of an invitation's id.
 INVITATION_PREFIX = "invite:"
@@ -33,14 +33,14 @@ Name = Annotated[str, msgspec.Meta(max_length=64)]
 
 
 class Founder(msgspec.Struct, frozen=True, array_like=True):
-    """One of the first owners, by the key that it signs with."""
+    """One of the first owners, by its verify key."""
 
     verify_key: PublicKey
     name: Name
 
 
 class Entry(msgspec.Struct, frozen=True, array_like=True):
-    """A statement of the holder of the verify key ``signer``."""
+    """A statement by the holder of the verify key ``signer``."""
 
     signer: PublicKey
 
@@ -53,7 +53,7 @@ class FoundingEntry(msgspec.Struct, frozen=True, array_like=True, tag="founding"
 
 
 class InvitationEntry(Entry, frozen=True, array_like=True, tag="invitation"):
-    """Whoever holds the seed of ``verify_key`` may join; ``expires_at`` 0: forever."""
+    """The holder of the seed of ``verify_key`` may join; ``expires_at`` 0: forever."""
 
     verify_key: PublicKey
     created_at: float
@@ -62,7 +62,7 @@ class InvitationEntry(Entry, frozen=True, array_like=True, tag="invitation"):
 
 
 class JoinEntry(Entry, frozen=True, array_like=True, tag="join"):
-    """A PC joins by the invitation whose key signs this."""
+    """A PC joins by the invitation whose key signs this entry."""
 
     verify_key: PublicKey
     name: Name
@@ -78,7 +78,7 @@ class AdmissionEntry(Entry, frozen=True, array_like=True, tag="admission"):
 
 
 class NameEntry(Entry, frozen=True, array_like=True, tag="name"):
-    """A PC calls itself by another name than at its admission."""
+    """A PC changes its name."""
 
     name: Name
     at: float
@@ -91,7 +91,7 @@ class DepartureEntry(Entry, frozen=True, array_like=True, tag="departure"):
 
 
 class RevocationEntry(Entry, frozen=True, array_like=True, tag="revocation"):
-    """An owner shuts a peer out, with all that descend from it."""
+    """An owner shuts out a peer, and all peers that it admitted, directly or indirectly."""
 
     peer: PeerId
     at: float
@@ -104,7 +104,7 @@ class ReadmissionEntry(Entry, frozen=True, array_like=True, tag="readmission"):
 
 
 class InvitationEndEntry(Entry, frozen=True, array_like=True, tag="invitation-end"):
-    """An invitation's creator, or an owner, ends it; of those that joined by it ``kept`` stay."""
+    """An invitation's creator, or an owner, ends it; of its peers, ``kept`` stay."""
 
     of: Hash
     kept: Annotated[tuple[PeerId, ...], msgspec.Meta(max_length=MAX_USES)]
@@ -137,7 +137,7 @@ class SignedEntry(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def hash(self) -> str:
-        """Names the entry: 32 hexadecimal digits."""
+        """Identifies the entry: 32 hexadecimal digits."""
         return hashlib.blake2b(self.body, digest_size=16).hexdigest()
 
     @property
@@ -146,7 +146,7 @@ class SignedEntry(msgspec.Struct, frozen=True, array_like=True):
         return len(self.body) + len(self.signature) + 8
 
     def decode(self) -> FoundingEntry | Statement:
-        """Decode the entry, whoever signed it.
+        """Decode the entry without checking its signer.
 
         Raises:
             StateError: it is no entry.
@@ -162,7 +162,7 @@ Entries = Annotated[tuple[SignedEntry, ...], msgspec.Meta(max_length=MAX_ENTRIES
 
 @lru_cache(maxsize=4096)
 def peer_of_key(verify_key: str) -> str:
-    """Id of the peer that signs with this key.
+    """Return the id of the peer that signs with this key.
 
     Raises:
         ValueError: it is not a valid key.
@@ -171,14 +171,14 @@ def peer_of_key(verify_key: str) -> str:
 
 
 def sign_entry(swarm: str, signer: Signer, entry: Statement) -> SignedEntry:
-    """Sign an entry for the swarm of that id."""
+    """Sign an entry for the swarm with this id."""
     assert entry.signer == signer.verify_key
     body = msgspec.msgpack.encode(entry)
     return SignedEntry(body, signer.sign(_PURPOSE + swarm.encode("ascii"), body))
 
 
 def check_signature(swarm: str, signed: SignedEntry) -> None:
-    """Check that an entry belongs to the swarm of that id and was made by its signer.
+    """Check that an entry belongs to the swarm with this id and was made by its signer.
 
     Raises:
         StateError: it doesn't, or it names an invalid key.

@@ -1,8 +1,8 @@
 """Messages between a joining PC and the swarm before it has joined.
 
-Plain text over TCP: nothing here is secret, and nothing is trusted before a person has compared the
-code that follows from it (``molink.swarm.membership.pairing``). A frame is two bytes of length and
-a tagged msgpack map.
+They travel in plain text over TCP: nothing here is secret, and nothing is trusted before a person
+has compared the code derived from it (``molink.swarm.membership.pairing``). A frame is two bytes of
+length and a tagged msgpack map.
 """
 
 from typing import Annotated, Any, Literal
@@ -22,8 +22,9 @@ Hash = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 Nonce = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 ShortText = Annotated[str, msgspec.Meta(max_length=64)]
 
-#: The result for a joining PC. ``duplicate``: a PC with its key runs in the swarm. ``full``: the
-#: swarm has its maximum of PCs. ``busy``: too many PCs ask now. ``version``: another protocol.
+#: The result for a joining PC. ``duplicate``: a PC with its key already runs in the swarm.
+#: ``full``: the swarm has its maximum number of PCs. ``busy``: too many PCs are asking.
+#: ``version``: the protocols differ.
 PairingOutcome = Literal[
     "admitted", "refused", "expired", "busy", "full", "revoked", "duplicate", "version"
 ]
@@ -83,7 +84,7 @@ def encode_frame(message: Message) -> bytes:
 
 
 def parse_frame_length(prefix: bytes) -> int:
-    """The length in a frame's prefix.
+    """Parse the length in a frame's prefix.
 
     Raises:
         WireError: it is 0 or too large.

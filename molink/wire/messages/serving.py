@@ -18,16 +18,16 @@ from molink.wire.messages.data_plane import (
     SamplingParams,
 )
 
-#: Token ids that end an answer; models have a few.
+#: Maximum number of token ids that end an answer; models have a few.
 MAX_STOP_IDS = 64
-#: Characters of a client's name.
+#: Maximum characters of a client's name.
 MAX_CLIENT = 32
-#: Bytes of a cache salt.
+#: Maximum bytes of a cache salt.
 MAX_CACHE_SALT = 16
-#: Bytes of the cache scope of requests with an adapter; more than a salt has.
+#: Bytes of the cache scope of requests with an adapter; longer than any salt.
 _ADAPTER_SCOPE_BYTES = 32
 
-#: Bytes of pixels in flight, and in a message.
+#: Maximum bytes of pixels in flight, and in a message.
 PIXEL_WINDOW, PIXEL_FRAGMENT = 256 << 10, 64 << 10
 
 #: As in vLLM's API: lower is served first.
@@ -37,10 +37,10 @@ QueueSeconds = Annotated[float, msgspec.Meta(ge=0, le=86400)]
 
 
 class Request(LeanMessage, frozen=True, tag=False):
-    """What a client asks for: token ids in, token ids out.
+    """A client's request: token ids in, token ids out.
 
-    The client's endpoint makes it once; it reaches the scheduler unchanged, whatever happens to
-    pipelines meanwhile.
+    The client's endpoint creates it once, and it reaches the scheduler unchanged, even if pipelines
+    end meanwhile.
     """
 
     model: Text
@@ -49,19 +49,19 @@ class Request(LeanMessage, frozen=True, tag=False):
     max_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**24)]
     sampling_params: SamplingParams
     stop_token_ids: Annotated[tuple[Index, ...], msgspec.Meta(max_length=MAX_STOP_IDS)] = ()
-    #: Grammar that the answer has to match (:mod:`molink.text.grammar`); empty for none.
+    #: Grammar that the answer must match (:mod:`molink.text.grammar`); empty for none.
     grammar: Annotated[bytes, msgspec.Meta(max_length=MAX_GRAMMAR_BYTES)] = b""
     #: The endpoint's opaque name of the client, for fair shares.
     client: Annotated[str, msgspec.Meta(max_length=MAX_CLIENT)] = ""
-    #: Among the requests of this client; the lowest is served first.
+    #: Priority among this client's requests; the lowest is served first.
     priority: Priority = 0
-    #: Seconds it may wait to be admitted; 0: as the scheduler is configured.
+    #: Seconds that it may wait for admission; 0: the scheduler's default.
     max_queue_s: QueueSeconds = 0.0
-    #: Seconds within which its answer has to end; the endpoint cuts it off then. 0: no deadline.
+    #: Seconds after which the endpoint cuts the answer off; 0: no deadline.
     deadline_s: QueueSeconds = 0.0
     #: Only requests with the same salt share cached prefixes; see :mod:`molinkd.api.cache_salts`.
     cache_salt: Annotated[bytes, msgspec.Meta(max_length=MAX_CACHE_SALT)] = b""
-    #: Adapter of ``model`` that answers; empty for none.
+    #: Adapter of ``model`` to use; empty for none.
     adapter: AdapterName = ""
     #: Images of the prompt in order; their rows have the ids of :attr:`.ImageInput.row_ids`.
     images: Annotated[tuple[ImageInput, ...], msgspec.Meta(max_length=MAX_TILES)] = ()
@@ -70,7 +70,7 @@ class Request(LeanMessage, frozen=True, tag=False):
     def cache_scope(self) -> bytes:
         """Only requests of the same scope share cached prefixes: the salt, and the adapter.
 
-        Adapters change keys and values, so no salt is the scope of an adapter.
+        Adapters change keys and values, so an adapter's scope never equals a salt.
         """
         if not self.adapter:
             return self.cache_salt
@@ -78,7 +78,7 @@ class Request(LeanMessage, frozen=True, tag=False):
         return blake2b(self.cache_salt, digest_size=_ADAPTER_SCOPE_BYTES, key=name).digest()
 
     def without_payloads(self) -> "Request":
-        """The request as a :class:`Submit` carries it; the rest travels as payloads."""
+        """Return the request as a :class:`Submit` carries it; the rest travels as payloads."""
         return msgspec.structs.replace(self, prompt_token_ids=(), grammar=b"", images=())
 
 
@@ -95,17 +95,17 @@ class Submit(LeanMessage, frozen=True, tag="submit"):
     pipeline: Text
     epoch: Epoch
     key: Text
-    #: Without its prompt, grammar and images.
+    #: The request without its prompt, grammar and images.
     request: Request
     num_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**24)]
     num_prompt_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**24)]
     #: Seconds since the client asked.
     elapsed_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
-    #: Tokens the scheduler may be ahead of what the endpoint has credited.
+    #: Maximum tokens that the scheduler may be ahead of the endpoint's credit.
     credit_window: Annotated[int, msgspec.Meta(ge=1, le=2**16)] = 256
     payload: Payload | None = None
-    #: Version of the last :class:`CacheUpdate` of this epoch that the endpoint has (-1: none);
-    #: ``None``: it needs no update.
+    #: Version of the endpoint's last :class:`CacheUpdate` in this epoch (-1: none); ``None``: it
+    #: needs no updates.
     cache_version: Annotated[int, msgspec.Meta(ge=-1, le=2**53)] | None = None
     images: Annotated[tuple[ImageSpan, ...], msgspec.Meta(max_length=MAX_TILES)] = ()
 
@@ -121,8 +121,8 @@ class PromptFragment(LeanMessage, frozen=True, tag="prompt"):
 class PixelFragment(LeanMessage, frozen=True, tag="pixels"):
     """Pixels of a submitted request's images, one after another, from byte ``first`` on.
 
-    The payload is ``u8 [n]``. The endpoint is at most :data:`PIXEL_WINDOW` bytes ahead of what
-    :class:`PixelsReceived` has acknowledged.
+    The payload is ``u8 [n]``. The endpoint sends at most :data:`PIXEL_WINDOW` bytes beyond the
+    position that :class:`PixelsReceived` acknowledges.
     """
 
     key: Text
@@ -139,7 +139,7 @@ class PixelsReceived(LeanMessage, frozen=True, tag="pixels_received"):
 
 
 class Cancel(LeanMessage, frozen=True, tag="cancel"):
-    """Stop a request; its client has disconnected or needs no more."""
+    """Stop a request whose client has disconnected or needs no more tokens."""
 
     key: Text
 
@@ -193,7 +193,7 @@ class CacheUpdate(LeanMessage, frozen=True):
 
 
 class OutputTokens(LeanMessage, frozen=True, tag="tokens"):
-    """Tokens of one micro-batch for one endpoint, of several requests.
+    """Tokens of one micro-batch for one endpoint, for one or more requests.
 
     ``cache`` (payload ``u8 [8n]``) is for endpoints that asked with :attr:`Submit.cache_version`.
     """

@@ -25,9 +25,10 @@ class ManifestChunk(Message, frozen=True, kw_only=True, tag="manifest-chunk"):
 
 
 class PartsRequest(Message, frozen=True, kw_only=True, tag="parts-request"):
-    """Ask which parts of a model the receiver has. Answered by :class:`PartsReply`.
+    """Ask which parts of a model the receiver has.
 
-    Only for peers that report some (``PeerReport.partial_models``).
+    Answered by :class:`PartsReply`. Only for peers that report partial models
+    (``PeerReport.partial_models``).
     """
 
     ref: Count
@@ -44,7 +45,7 @@ class PartsReply(Message, frozen=True, kw_only=True, tag="parts-reply"):
 class ReadRequest(Message, frozen=True, kw_only=True, tag="read-request"):
     """Read chunk ``index`` of a file or tensor of a model.
 
-    With a ``length``, only that many bytes from ``offset`` on.
+    With a ``length``, read only that many bytes from ``offset`` on.
     """
 
     ref: Count

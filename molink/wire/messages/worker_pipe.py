@@ -19,7 +19,7 @@ from molink.wire.messages.base import Message, Port, PublicKey
 from molink.wire.messages.instructions import StageAddress
 from molink.wire.messages.load import SchedulerLoad, StageLoad
 
-#: Bytes; no valid message comes near.
+#: Maximum bytes of a message; valid ones are far smaller.
 MAX_PIPE_MESSAGE = 1 << 20
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
 _LENGTH = struct.Struct("<I")
@@ -29,7 +29,8 @@ class WarmUp(Message, frozen=True, kw_only=True, tag="warm-up"):
     """First message to a standby worker: prepare for a similar :class:`LoadStage`.
 
     ``layers`` are in ``model_dir``; the rest is as in :class:`LoadStage`. The worker uses no GPU
-    memory. Without a ``model_dir`` the model is unknown, and the worker imports what all need.
+    memory. Without a ``model_dir`` the model is unknown, and the worker imports only common
+    modules.
     """
 
     layers: LayerRange = (0, 1)
@@ -43,7 +44,7 @@ class WarmUp(Message, frozen=True, kw_only=True, tag="warm-up"):
 
 
 class WarmedUp(Message, frozen=True, kw_only=True, tag="warmed-up"):
-    """A standby worker has imported and compiled what it can."""
+    """A standby worker has imported and compiled what it can in advance."""
 
 
 class DraftModelSpec(Message, frozen=True, kw_only=True):
@@ -54,7 +55,7 @@ class DraftModelSpec(Message, frozen=True, kw_only=True):
 
 
 class LoadStage(Message, frozen=True, kw_only=True, tag="load-stage"):
-    """All that a worker needs to load its stage; follows :class:`WarmUp` or comes first.
+    """Everything that a worker needs to load its stage; may follow a :class:`WarmUp`.
 
     ``secret_key`` is the peer's CURVE key, which never appears in argv or the environment.
     ``kv_bytes`` bounds the KV pool; ``ports`` is the half-open range of the data socket. ``device``
@@ -86,15 +87,15 @@ class LoadStage(Message, frozen=True, kw_only=True, tag="load-stage"):
     kv_cache_dtype: KVCacheDType = "auto"
     #: Bytes of GPU memory that the worker may allocate; 0: unbounded.
     memory_limit: Count = 0
-    #: Skip optional work of seconds, since requests may be waiting.
+    #: Whether to skip optional work that takes seconds, since requests may be waiting.
     skip_optional: bool = False
-    #: Kernels that compute wrong results here, by name (:mod:`molink.facts.kernels`).
+    #: Names of kernels that compute wrong results on this PC (:mod:`molink.facts.kernels`).
     disabled_kernels: Annotated[tuple[Text, ...], msgspec.Meta(max_length=16)] = ()
-    #: Kernels without which the stage needs more memory than planned; it then fails.
+    #: Kernels without which the stage needs more memory than planned; it fails if one is disabled.
     required_kernels: Annotated[tuple[Text, ...], msgspec.Meta(max_length=16)] = ()
     #: File with results of kernel checks; empty: no checks.
     kernel_checks_path: Annotated[str, msgspec.Meta(max_length=4096)] = ""
-    #: The scheduler's draft model, if it runs here.
+    #: The scheduler's draft model, if the scheduler runs in this worker.
     draft: DraftModelSpec | None = None
     #: Routed experts of each layer that stay in host memory.
     host_experts: Index = 0
@@ -114,9 +115,10 @@ class PeerKeys(Message, frozen=True, kw_only=True, tag="peer-keys"):
 
 
 class FormRing(Message, frozen=True, kw_only=True, tag="form-ring"):
-    """Start epoch ``epoch`` with new KV, links and numbers. This worker is one of ``ring``.
+    """Start epoch ``epoch`` with new KV, links and numbers.
 
-    ``profiles`` are those of all stages in ring order; empty if unknown.
+    This worker is one of ``ring``. ``profiles`` has the profiles of all stages in ring order; empty
+    if unknown.
     """
 
     epoch: Count
@@ -127,7 +129,7 @@ class FormRing(Message, frozen=True, kw_only=True, tag="form-ring"):
 
 
 class Ping(Message, frozen=True, kw_only=True, tag="ping"):
-    """Answered by :class:`Pong` at once, even during a step."""
+    """Answered immediately by :class:`Pong`, even during a step."""
 
 
 class Pong(Message, frozen=True, kw_only=True, tag="pong"):
@@ -184,9 +186,9 @@ class NextStageLost(Message, frozen=True, kw_only=True, tag="next-stage-lost"):
 class PeerBlocked(Message, frozen=True, kw_only=True, tag="peer-blocked"):
     """This worker has blocked a peer for misbehaviour, until it is removed.
 
-    ``is_previous_stage`` tells whether the peer runs the previous stage of the ring of ``epoch`` (0
-    before the first one). Such a ring can't work, and this stage is not to blame for its silence.
-    Reported again with each ring that includes the peer.
+    ``is_previous_stage`` says whether the peer runs the previous stage of the ring of ``epoch`` (0
+    before the first ring). Such a ring can't work, and this stage is not the cause of its silence.
+    Reported again for each ring that includes the peer.
     """
 
     epoch: Count
@@ -198,7 +200,7 @@ class PeerBlocked(Message, frozen=True, kw_only=True, tag="peer-blocked"):
 class WorkerStats(Message, frozen=True, kw_only=True, tag="worker-stats"):
     """A worker's monotonic counters and gauges by name, for ``/metrics``.
 
-    ``load`` and ``scheduler`` are for the peer's report.
+    ``load`` and ``scheduler`` go into the peer's report.
     """
 
     epoch: Count

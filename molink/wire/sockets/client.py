@@ -35,17 +35,17 @@ from molink.wire.sockets.unread_bytes import UnreadBytes
 
 #: Windows retries twice at 0.5 s intervals before it reports a refusal.
 _ATTEMPT_S = 2.5
-#: A server that recreates its socket listens again within this many seconds.
+#: Seconds within which a server that recreates its socket listens again.
 _LASTING_S = 0.3
 _PAUSE_S = 0.1
 
 
 async def is_refused(address: str) -> bool:
-    """Whether ``address`` (``tcp://host:port``) keeps refusing connections.
+    """Return whether ``address`` (``tcp://host:port``) keeps refusing connections.
 
     A refusal reveals that a process has ended, which libzmq doesn't report. A network that is down
-    or loses everything refuses nothing, so a cut looks different. Takes 0.3 s on most systems and 2
-    s on Windows, or less if the port is open.
+    or drops all packets causes no refusals. Takes 0.3 s on most systems and 2 s on Windows, or less
+    if the port is open.
     """
     began = time.monotonic()
     while await _refused_once(address):
@@ -77,9 +77,9 @@ logger = logging.getLogger(__name__)
 
 M = TypeVar("M")
 
-#: Seconds per address before the next is tried: the maximum of a handshake.
+#: Seconds per address before the next is tried: the maximum duration of a handshake.
 _ADDRESS_TIMEOUT = 3.0
-#: The same with a single address; a handshake takes five round trips.
+#: Seconds before a single address is tried again; a handshake takes five round trips.
 _ONLY_ADDRESS_TIMEOUT = 8.0
 #: Seconds for libzmq to reconnect by itself, and for a server to learn a key that it refused.
 _NUDGE_PAUSE = 1.0
@@ -95,25 +95,25 @@ def _nothing(*_: object) -> None:
 class ClientEvents(Generic[M]):
     """Callbacks of a client; their errors are only logged."""
 
-    #: A message that is not a reply, and its payload.
+    #: Called with a message that is not a reply, and its payload.
     on_message: Callable[[M, memoryview | None], None] = _nothing
-    #: Connected; messages sent from here go first.
+    #: Called when connected; messages sent from the callback go first.
     on_connect: Callable[[], None] = _nothing
     on_disconnect: Callable[[], None] = _nothing
-    #: The connection has broken and its address refuses new ones; called with the reason.
+    #: Called with the reason when the connection has broken and its address refuses new ones.
     on_lost: Callable[[str], None] | None = None
-    #: A handshake failed; called with the reason.
+    #: Called with the reason when a handshake failed.
     on_refused: Callable[[str], None] = _nothing
-    #: The client is no longer congested.
+    #: Called when the client is no longer congested.
     on_drained: Callable[[], None] = _nothing
     #: As in :class:`SocketMonitor`.
     on_open: Callable[[int], None] | None = None
 
 
 class Client(Generic[M]):
-    """A lasting connection to the server that holds ``server_key``.
+    """A persistent connection to the server that holds ``server_key``.
 
-    It reconnects by itself and tries ``addresses`` in turn. Messages never move to the next
+    It reconnects automatically and tries ``addresses`` in turn. Messages never move to the next
     connection: pending ones are dropped when a connection breaks.
     """
 
@@ -132,7 +132,7 @@ class Client(Generic[M]):
     ) -> None:
         """``name`` describes the server in errors.
 
-        ``max_messages`` and ``max_bytes`` bound what waits for a slow server.
+        ``max_messages`` and ``max_bytes`` bound the queue for a slow server.
         """
         self._context, self._keys, self._codec = context, keys, codec
         self._server_key = server_key
@@ -184,7 +184,7 @@ class Client(Generic[M]):
         self._dialing = None
         for task in tasks:
             task.cancel()
-        # Before the await, which a cancellation may end.
+        # Done before the await, which may be cancelled.
         self._drop(f"the connection to {self._name} was closed")
         self._release()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -196,8 +196,8 @@ class Client(Generic[M]):
     def reconnect_now(self) -> None:
         """Replace the connection or the current attempt, at the same address.
 
-        TCP doubles its retry interval, so a connection may stay silent for seconds after the
-        network has recovered. A new one doesn't.
+        TCP doubles its retry interval, so an old connection may stay silent for seconds after the
+        network has recovered; a new one does not.
         """
         self._is_stalled = True
         self._nudge.set()
@@ -229,7 +229,7 @@ class Client(Generic[M]):
     # --- sending ---------------------------------------------------------------------------------
 
     def send(self, message: M, payload: Buffer | None = None) -> None:
-        """Send, or queue until the socket is ready; never blocks.
+        """Send the message, or queue it until the socket is ready; never block.
 
         Raises:
             Unavailable: there is no connection.
@@ -361,7 +361,7 @@ class Client(Generic[M]):
             self._call_back(self._events.on_disconnect)
 
     def _start_refusal_check(self) -> None:
-        """Check whether the server's process has ended, if a callback needs to know."""
+        """Check whether the server's process has ended, if there is a callback for it."""
         if self._events.on_lost is None or self._refusal_check is not None:
             return
         loop = asyncio.get_running_loop()

@@ -1,7 +1,7 @@
 """Creates ZeroMQ sockets: CURVE, bounded memory, fast detection of dead peers.
 
-All options are set before bind or connect. ``MAXMSGSIZE`` matters most: without it a stranger can
-make libzmq allocate gigabytes before the handshake.
+All options are set before bind or connect. ``MAXMSGSIZE`` matters most: without it anyone can make
+libzmq allocate gigabytes before the handshake.
 """
 
 import errno
@@ -23,25 +23,25 @@ _OPTIONS: dict[int, int] = {
     # All times are in ms. A handshake takes five round trips.
     zmq.HANDSHAKE_IVL: 3000,
     zmq.CONNECT_TIMEOUT: 3000,
-    # Detects a vanished host after about 5 s (12 s on Windows if nothing was in flight), in s;
-    # MAXRT is for unacknowledged data. ZMTP heartbeats are off, since libzmq 4.3.5 aborts the
-    # process if a connection with a full pipe is reset.
+    # These, in s, detect a vanished host after about 5 s (12 s on Windows if nothing was in
+    # flight); MAXRT is for unacknowledged data. ZMTP heartbeats are off, since libzmq 4.3.5 aborts
+    # the process if a connection with a full pipe is reset.
     zmq.TCP_KEEPALIVE: 1,
     zmq.TCP_KEEPALIVE_IDLE: 2,
     zmq.TCP_KEEPALIVE_INTVL: 1,
     zmq.TCP_KEEPALIVE_CNT: 3,
     # Windows systems that refuse MAXRT (such as Wine's) would never connect.
     **({} if sys.platform == "win32" else {zmq.TCP_MAXRT: 5000}),
-    # Nothing is kept for a closed or missing connection.
+    # Messages for a closed or missing connection are dropped.
     zmq.LINGER: 0,
     zmq.IMMEDIATE: 1,
-    # Quick at first, but a PC that is off isn't dialed 20 times a second.
+    # The first retries are quick, but a PC that is off isn't dialed 20 times a second.
     zmq.RECONNECT_IVL: 50,
     zmq.RECONNECT_IVL_MAX: 1000,
     # Messages per connection: at 256 KB each this bounds libzmq's send buffer to 16 MB.
     zmq.SNDHWM: 64,
-    # No bound in messages, or a peer could abort the process with a full pipe, a ZMTP PING and a
-    # reset. The monitor bounds received bytes instead by cutting connections.
+    # There is no bound in messages: with one, a peer could abort the process through a full pipe, a
+    # ZMTP PING and a reset. Instead the monitor bounds received bytes by cutting connections.
     zmq.RCVHWM: 0,
 }
 
@@ -49,7 +49,7 @@ _OPTIONS: dict[int, int] = {
 def create_server(
     context: zmq.asyncio.Context, keys: KeyPair, *, ipv6: bool = False
 ) -> zmq.asyncio.Socket:
-    """An unbound ROUTER for peers whose keys the authenticator knows."""
+    """Create an unbound ROUTER for peers whose keys the authenticator knows."""
     socket = _make(context, zmq.ROUTER, keys)
     socket.set(zmq.ROUTER_MANDATORY, 1)
     socket.set(zmq.CURVE_SERVER, 1)
@@ -62,7 +62,7 @@ def create_server(
 def create_client(
     context: zmq.asyncio.Context, keys: KeyPair, server_public_key: str, address: str | None = None
 ) -> zmq.asyncio.Socket:
-    """A DEALER for the holder of ``server_public_key``, connected to ``address`` if given."""
+    """Create a DEALER to the holder of ``server_public_key``, at ``address`` if given."""
     socket = _make(context, zmq.DEALER, keys)
     socket.set(zmq.CURVE_SERVERKEY, server_public_key.encode("ascii"))
     if address is not None:
@@ -107,7 +107,7 @@ def bind_socket(
         try:
             socket.bind(f"tcp://{literal}:{port}")
         except zmq.ZMQError as error:
-            # zmq has its own error numbers where the C library's differ from Winsock's.
+            # zmq has its own error numbers if the C library's differ from Winsock's.
             if error.errno in (zmq.EADDRINUSE, errno.EADDRINUSE, errno.EACCES):
                 continue
             raise UsageError(f"can't listen on {host} port {port}: {error}") from error
@@ -117,7 +117,7 @@ def bind_socket(
 
 
 def endpoints(hosts: Sequence[str], port: int) -> tuple[str, ...]:
-    """``tcp://`` endpoints for the host names or addresses of a peer."""
+    """Return ``tcp://`` endpoints for a peer's host names or addresses."""
     return tuple(
         f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}" for host in hosts
     )

@@ -17,7 +17,7 @@ if sys.platform == "win32":
 
     @functools.cache
     def set_timer_resolution() -> None:
-        """Set a timer resolution of 1 ms instead of 15.6, also without a visible window.
+        """Set Windows' timer resolution to 1 ms instead of 15.6 ms.
 
         Acknowledgements and chunks are timed to 5 ms. Windows 11 resets the resolution of processes
         without visible windows unless they opt out.
@@ -41,7 +41,7 @@ if sys.platform == "win32":
         which distorts acknowledgement timers and round trips.
         """
 
-        #: asyncio's own: the writing end of the self-pipe.
+        #: Set by asyncio: the writing end of the self-pipe.
         _csock: socket.socket
 
         def __init__(self) -> None:

@@ -9,7 +9,7 @@ from molink.wire.signing import Signer, derive_curve_secret, derive_public_key, 
 class KeyPair:
     """A CURVE key pair in Z85 (40 characters each). ``secret`` and ``seed`` never leave their PC.
 
-    ``seed`` is what both derive from; empty for a worker, which signs nothing.
+    Both keys derive from ``seed``; it is empty for a worker, which signs nothing.
     """
 
     public: str
@@ -23,7 +23,7 @@ class KeyPair:
 
     @classmethod
     def from_seed(cls, seed: str) -> "KeyPair":
-        """The pair of a seed.
+        """Derive the pair of a seed.
 
         Raises:
             ValueError: it is not 32 bytes in Z85.
@@ -41,7 +41,7 @@ class KeyPair:
 
 def is_public_key(text: str) -> bool:
     """Whether ``text`` has the length and alphabet of a public key."""
-    import zmq  # slow, and most commands need no socket
+    import zmq  # importing zmq is slow, and most commands need no socket
 
     try:
         zmq.curve_public(text.encode("ascii"))

@@ -19,9 +19,9 @@ class Inbox:
         self._max_bytes = max_bytes
         self._waiting: deque[tuple[Callable[[], Awaitable[None]], int]] = deque()
         self._task: asyncio.Task[None] | None = None
-        #: Bytes of messages that wait or are being handled.
+        #: Bytes of messages that are waiting or being handled.
         self.nbytes = 0
-        #: Their number.
+        #: Number of messages that are waiting or being handled.
         self.count = 0
 
     def add_work(self, work: Callable[[], Awaitable[None]], nbytes: int) -> bool:
@@ -52,7 +52,7 @@ class Inbox:
                 finally:
                     self.nbytes -= nbytes
                     self.count -= 1
-                # Both refer to the message; free it before the next one is awaited.
+                # Both refer to the message; release it before the next one is awaited.
                 del work
                 await asyncio.sleep(0)
         finally:
@@ -81,7 +81,7 @@ class Outbox:
         return True
 
     def peek_message(self) -> list[object]:
-        """The oldest message."""
+        """Return the oldest message."""
         return self._waiting[0][0]
 
     def pop_message(self) -> None:

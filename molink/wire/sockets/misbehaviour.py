@@ -1,6 +1,6 @@
 """Misbehaviour scores of peers."""
 
-#: Consecutive violations that block a peer. Another version may commit a few, an attacker
+#: Consecutive violations that block a peer. A peer of another version may cause a few, an attacker
 #: thousands.
 _LIMIT = 16
 #: Seconds without a violation that reset the score.
@@ -12,7 +12,7 @@ class MisbehaviourScore:
 
     def __init__(self, limit: int = _LIMIT) -> None:
         self._limit = limit
-        #: Peer to consecutive violations and the time of the last one.
+        #: Maps a peer to its consecutive violations and the time of the last one.
         self._counts: dict[str, tuple[int, float]] = {}
 
     def add_violation(self, peer_id: str, now: float) -> bool:

@@ -1,7 +1,7 @@
 """Files that only their owner may read: CURVE keys, API keys, the state folder.
 
-POSIX: mode 0600 (folders 0700). Windows: an access list with only the current user, set before
-anything is written. Files are replaced atomically.
+On POSIX they have mode 0600 (folders 0700). On Windows an access list with only the current user is
+set before anything is written. Files are replaced atomically.
 """
 
 import csv
@@ -15,7 +15,7 @@ from molink.errors import UsageError
 from molink.files import retry_while_busy
 from molink.wire.sockets.key_pair import KeyPair
 
-#: Windows changes line ends of text files.
+#: Without this flag, Windows converts line ends.
 _BINARY = getattr(os, "O_BINARY", 0)
 #: Windows' own programs; a bare name would be searched in the current folder first.
 _SYSTEM = Path(os.environ.get("SYSTEMROOT", r"C:\Windows"), "System32")
@@ -30,7 +30,7 @@ def private_folder(path: Path) -> Path:
         try:
             _restrict(path, folder=True)
         except BaseException:
-            path.rmdir()  # so that the next call tries again
+            path.rmdir()  # so that the next call retries
             raise
     return path
 
@@ -117,7 +117,7 @@ else:
 
 @cache
 def _user_sid() -> str:
-    """The current Windows user's security id, which doesn't depend on the display language."""
+    """Return the current Windows user's security id, which no display language changes."""
     whoami = str(_SYSTEM / "whoami.exe")
     row = next(csv.reader([_run([whoami, "/user", "/fo", "csv", "/nh"])]))
     return row[1]

@@ -27,11 +27,11 @@ logger = logging.getLogger(__name__)
 
 M = TypeVar("M")
 
-#: Seconds between two tries of a full connection; at 100 Mbps it has sent 64 KB.
+#: Seconds between retries on a full connection, which at 100 Mbps sends 64 KB meanwhile.
 _FLUSH_INTERVAL = 0.005
-#: Seconds for pending replies before all connections are closed to drop one peer.
+#: Seconds to wait for pending replies before all connections are closed to drop one peer.
 _CLOSE_DELAY = 0.05
-#: First and maximum seconds until a just released port is tried again.
+#: First and maximum seconds until a just released port is bound again.
 _REBIND_FIRST, _REBIND_MAX = 0.02, 1.0
 
 
@@ -61,19 +61,19 @@ class ServerLimits:
 
 @dataclass(slots=True)
 class ServerCounters:
-    """What happened so far."""
+    """Counters of a server."""
 
     received: int = 0
     sent: int = 0
-    #: No message: wrong number of frames, too long, undecodable.
+    #: Invalid messages: wrong number of frames, too long, undecodable.
     malformed: int = 0
-    #: From peers that are not allowed (any more), or may not send this message.
+    #: Messages from peers that are not allowed (any more), or may not send this message.
     forbidden: int = 0
-    #: Dropped because the sender's inbox is full.
+    #: Messages dropped because the sender's inbox was full.
     overflowed: int = 0
-    #: To closed connections.
+    #: Messages to closed connections.
     unroutable: int = 0
-    #: Dropped because the receiver's outbox is full.
+    #: Messages dropped because the receiver's outbox was full.
     congested: int = 0
     #: Internal errors of the handler.
     failures: int = 0
@@ -111,7 +111,7 @@ class Server(Generic[M]):
         """``permits(peer_id, message)`` restricts what peers may send.
 
         ``on_blocked(peer_id, reason)`` is called when a peer is blocked for misbehaviour,
-        ``on_disconnect()`` when any connection has ended; libzmq doesn't tell which.
+        ``on_disconnect()`` is called when any connection has ended; libzmq doesn't report which.
         """
         self._context = context
         self._keys = keys
@@ -177,8 +177,8 @@ class Server(Generic[M]):
     def drop_peer(self, peer_id: str) -> None:
         """Revoke a peer: ignore its messages and cut its connections.
 
-        ZAP is only asked during handshakes, so the socket is recreated on the same port once
-        earlier replies are out. Other peers reconnect within a fraction of a second.
+        libzmq consults ZAP only during handshakes, so the socket is recreated on the same port
+        after earlier replies have been sent. Other peers reconnect within a fraction of a second.
         """
         self._authenticator.deny_peer(peer_id)
         self._rebuild_soon()
@@ -216,7 +216,7 @@ class Server(Generic[M]):
         return True
 
     def _try_send(self, parts: list[object]) -> bool | None:
-        """Send now; returns success, or ``None`` if the connection is full."""
+        """Send now; return whether it succeeded, or ``None`` if the connection is full."""
         try:
             if self._pump is not None:
                 if not self._pump.send_parts(parts):
@@ -358,7 +358,7 @@ class Server(Generic[M]):
                     self.bind(self._host, (self.port, self.port + 1))
                 except (UsageError, zmq.ZMQError) as error:
                     # libzmq releases the port with a delay. Other errors (no descriptor, address
-                    # gone) may pass too, and there is no alternative to a socket.
+                    # gone) may also be temporary, and the server can't work without a socket.
                     if not logged and (pause == _REBIND_MAX or not isinstance(error, PortInUse)):
                         logger.warning("can't listen on port %d again yet: %s", self.port, error)
                         logged = True

@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 _QUIET_INTERVAL = 0.05
 _BUSY_INTERVAL = 0.01
 _BUSY = 256 << 10
-#: Seconds before a failed thread continues, so that a permanent fault doesn't spin.
+#: Seconds before a failed thread restarts, so that it doesn't spin on a permanent fault.
 _RESTART_PAUSE = 0.1
 #: Changes reported before other callbacks run.
 _CHANGE_BATCH = 64
@@ -58,7 +58,7 @@ _EVENTS = (
 class SocketChange(Enum):
     """A connection event."""
 
-    #: TCP only: a server has accepted a connection and the handshake starts.
+    #: A server has accepted a TCP connection, and the handshake starts.
     ACCEPTED = "accepted"
     CONNECTED = "connected"
     DISCONNECTED = "disconnected"
@@ -66,7 +66,7 @@ class SocketChange(Enum):
     REFUSED = "refused"
     #: The handshake broke off: wrong server key, no molink there, or timeout.
     FAILED = "failed"
-    #: Much unread data has arrived: the socket should be read.
+    #: Much unread data has arrived, so the socket should be read.
     WAITING = "waiting"
     #: A connection was cut because of too much unread data.
     OVERRUN = "overrun"
@@ -84,7 +84,7 @@ class SocketMonitor:
     """Reports a socket's connection events and bounds its unread data.
 
     The context's :class:`MonitorThread` reads events and checks connections, so that neither waits
-    for a busy event loop. Close it before the socket.
+    for a busy event loop. Close the monitor before the socket.
     """
 
     def __init__(
@@ -97,8 +97,8 @@ class SocketMonitor:
         """``on_change`` is called on the caller's event loop.
 
         ``on_open`` gets the descriptor of each TCP connection that a client has opened, before the
-        handshake, in the monitor's thread. The descriptor belongs to libzmq and may be closed
-        already.
+        handshake, in the monitor's thread. The descriptor belongs to libzmq and may already be
+        closed.
         """
         self._backlog = backlog
         self._on_change = on_change
@@ -106,15 +106,15 @@ class SocketMonitor:
         self._loop = asyncio.get_running_loop()
         self._changes: deque[SocketChange] = deque()
         self._closed = False
-        #: Cut connections that have not ended yet.
+        #: Connections that were cut but have not ended yet.
         self._ending: list[OpenConnection] = []
-        #: Parties with cut connections that have been logged.
+        #: Parties whose cut connections were logged.
         self._logged: set[str] = set()
         self._socket: zmq.Socket[bytes] = zmq.Socket.shadow(socket)
-        # Unique, since libzmq may release an address after its object is gone.
+        # Unique, since libzmq may release an address only after its object is gone.
         address = f"inproc://molink.monitor.{secrets.token_hex(8)}"
         self._socket.monitor(address, _EVENTS)
-        #: Where libzmq reports events; only the thread reads it.
+        #: Socket on which libzmq reports events; only the thread reads it.
         self.events = self._pair(address)
         #: Set once the thread no longer uses this object.
         self.ended = threading.Event()
@@ -165,13 +165,12 @@ class SocketMonitor:
         return True
 
     def end(self) -> None:
-        """Release what the thread used."""
+        """Release the thread's resources."""
         self.events.close()
         self.ended.set()
 
     def check_connections(self, now: float) -> float | None:
-        """Check connections if that is due; returns seconds until the next time, if there are
-        any."""
+        """Check connections if due; return the seconds until the next check, if any."""
         watched = self._backlog.connections
         if not watched and not self._ending:
             return None
@@ -233,7 +232,7 @@ class SocketMonitor:
 class MonitorThread:
     """Serves all socket monitors of a ZeroMQ context; runs while there are any."""
 
-    #: By context; there is one, as libzmq has one authenticator per context.
+    #: Threads by context; there is one context, since libzmq has one authenticator per context.
     _of_context: ClassVar["weakref.WeakKeyDictionary[zmq.Context[Any], MonitorThread]"] = (
         weakref.WeakKeyDictionary()
     )
@@ -247,7 +246,7 @@ class MonitorThread:
 
     @classmethod
     def of_context(cls, context: "zmq.Context[Any]") -> "MonitorThread":
-        """The thread of a context."""
+        """Return the thread of a context."""
         return cls._of_context.setdefault(context, cls())
 
     def add_monitor(self, monitor: SocketMonitor) -> None:
@@ -281,13 +280,13 @@ class MonitorThread:
         served: dict[zmq.Socket[bytes], SocketMonitor] = {}
         with heard:
             while not self._served_until_closed(heard, served):
-                # With nobody reading events, libzmq's I/O thread would wait forever.
+                # If nobody read events, libzmq's I/O thread would block forever.
                 time.sleep(_RESTART_PAUSE)
 
     def _served_until_closed(
         self, heard: socket.socket, served: "dict[zmq.Socket[bytes], SocketMonitor]"
     ) -> bool:
-        """Serve until the last monitor is removed; ``False`` if it failed before."""
+        """Serve until the last monitor is removed; ``False`` if an error ended it earlier."""
         try:
             self._serve(heard, served)
         except zmq.ContextTerminated:

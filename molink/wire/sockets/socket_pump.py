@@ -1,7 +1,7 @@
 """Reads and sends a socket's messages on the event loop without a future per frame.
 
-``zmq.asyncio`` makes a future for each frame and polls the socket's events several times, which
-took a fifth of a worker's event loop in ring steps of a small model.
+``zmq.asyncio`` creates a future for each frame and polls the socket's events several times, which
+took a fifth of a worker's event loop time in ring steps of a small model.
 """
 
 import asyncio
@@ -26,11 +26,11 @@ _SEND_MORE_FLAGS = int(zmq.DONTWAIT | zmq.SNDMORE)
 
 
 class SocketPump:
-    """Passes on received messages and sends what the socket can take.
+    """Delivers received messages and sends what the socket can take, on the event loop's thread.
 
-    All on the event loop's thread. libzmq's descriptor signals only once that something may have
-    changed, and any use of the socket may consume the signal. Therefore events are polled until
-    there are none, and again after each sent message.
+    libzmq's descriptor signals only once that something may have changed, and any use of the socket
+    may consume the signal. Therefore events are polled until there are none, and again after each
+    sent message.
     """
 
     def __init__(
@@ -55,9 +55,9 @@ class SocketPump:
         self._on_writable = on_room
         self._on_failed = on_failed
         self._backlog = backlog
-        #: Events that the socket is watched for.
+        #: Events for which the socket is watched.
         self._wanted = _POLLIN
-        #: The message being read: frames kept, and frames so far.
+        #: The message being read: its kept frames, and its number of frames so far.
         self._frames: list[zmq.Frame] = []
         self._parts = 0
         #: Its bytes on the wire so far.
@@ -69,7 +69,7 @@ class SocketPump:
         self._loop.add_reader(self._descriptor, self._run)
         #: Whether a poll of the events is scheduled.
         self._checks = False
-        #: When nothing was left to read.
+        #: Last time when nothing was left to read.
         self._emptied = self._loop.time()
         self._closed = False
         self._check_unread_soon()
@@ -100,7 +100,7 @@ class SocketPump:
 
     @property
     def unread_since(self) -> float | None:
-        """When nothing was left to read, on the loop's clock; ``None`` if nothing is now."""
+        """When nothing was left to read, on the loop's clock; ``None`` if nothing is left now."""
         if not self._checks:
             if not self._events() & _POLLIN:
                 return None
@@ -123,7 +123,7 @@ class SocketPump:
         self._checks = True
         try:
             for _ in range(_MAX_READS):
-                if self._closed:  # possibly by the callback
+                if self._closed:  # the callback may have closed it
                     return
                 events = self._events()
                 if not events:
@@ -164,7 +164,7 @@ class SocketPump:
         """Count a whole message."""
         try:
             descriptor = int(last.get("__fd"))
-            # Only a listening socket authenticates the other end.
+            # Only a listening socket knows the other end's authenticated id.
             user = str(last.get("User-Id")) if self._routes else ""
         except zmq.ZMQError:
             return  # a transport within this process

@@ -92,7 +92,7 @@ if sys.platform == "win32":
         return 0 if failed else int(count.value)
 
     def _end(connection: socket.socket) -> None:
-        """Discard received bytes: libzmq closes a connection that it can't decipher.
+        """Discard received bytes, so that libzmq closes the connection, which it can't decipher.
 
         Shutting the socket down would abort the process (an assertion in libzmq's ``tcp_read``).
         """
@@ -111,7 +111,7 @@ else:
     def bytes_received(descriptor: int) -> int | None:
         """Bytes received on a TCP connection so far; ``None`` if unknown."""
         try:
-            # Explicit family and type save Python two system calls.
+            # With an explicit family and type Python needs two fewer system calls.
             borrowed = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, descriptor)
         except OSError:
             return None
@@ -139,20 +139,21 @@ else:
 
 @contextlib.contextmanager
 def duplicate_socket(descriptor: int) -> Iterator[socket.socket]:
-    """A socket object for the same connection within a ``with`` block.
+    """Borrow a socket object for the same connection within a ``with`` block.
 
     Raises:
         OSError: the descriptor is not, or no longer, a socket.
     """
     if sys.platform == "win32":
-        # A duplicate would make both blocking on Windows, so the descriptor itself is borrowed.
+        # On Windows a duplicate would make both sockets blocking, so the descriptor itself is
+        # borrowed.
         borrowed = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, descriptor)
         try:
             yield borrowed
         finally:
             borrowed.detach()
         return
-    # ``socket.dup()`` would make both blocking.
+    # ``socket.dup()`` would make both sockets blocking.
     number = socket.dup(descriptor)
     try:
         own = socket.socket(fileno=number)
@@ -164,7 +165,7 @@ def duplicate_socket(descriptor: int) -> Iterator[socket.socket]:
 
 
 def remote_address(descriptor: int) -> tuple[str, int] | None:
-    """Address and port of a connection's other end; ``None`` if it isn't connected."""
+    """Return address and port of a connection's other end; ``None`` if it isn't connected."""
     try:
         with duplicate_socket(descriptor) as connection:
             host, port = connection.getpeername()[:2]
@@ -176,8 +177,8 @@ def remote_address(descriptor: int) -> tuple[str, int] | None:
 def cut_connection(descriptor: int, other_end: tuple[str, int]) -> bool:
     """Reset the connection to ``other_end``; ``False`` if the descriptor belongs to another one.
 
-    libzmq then closes it. On Windows it only does so after receiving more data, possibly at a later
-    try: repeat the call there until it returns ``False``.
+    libzmq then closes it. On Windows this happens only after libzmq has received more data: repeat
+    the call there until it returns ``False``.
     """
     try:
         with duplicate_socket(descriptor) as connection:
@@ -190,13 +191,13 @@ def cut_connection(descriptor: int, other_end: tuple[str, int]) -> bool:
     return True
 
 
-#: Congestion controls for small messages, best first. Linux may refuse the first without
+#: Congestion controls for small messages, best first. Linux may refuse the first one without
 #: privileges.
 _STEADY = (b"cubic", b"reno")
 #: A socket option of Linux, and an unlimited rate in bytes/s: any rate enables pacing.
 _SO_MAX_PACING_RATE = 47
 _NO_RATE = 2**31 - 1
-#: Settings of this network namespace on Linux.
+#: Folder of this network namespace's settings on Linux.
 _LINUX = Path("/proc/sys/net/ipv4")
 
 
@@ -209,7 +210,7 @@ def avoid_bbr(descriptor: int) -> None:
     """
     if sys.platform != "linux":
         return
-    # The connection may have been closed meanwhile.
+    # The connection may already be closed.
     with contextlib.suppress(OSError), duplicate_socket(descriptor) as connection:
         used = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
         if not used.startswith(b"bbr"):
@@ -224,7 +225,8 @@ def enable_pacing(descriptor: int) -> None:
     """Enable Linux's pacing for the TCP connection ``descriptor``.
 
     In slow start two segments follow each acknowledged one, so half a window queues before the
-    bottleneck, which may lack room. With pacing they leave evenly. Other systems offer no choice.
+    bottleneck, whose buffer may be too small. With pacing they leave evenly. Other systems offer no
+    choice.
     """
     if sys.platform != "linux":
         return
@@ -233,9 +235,9 @@ def enable_pacing(descriptor: int) -> None:
 
 
 def has_idle_reset() -> bool:
-    """Whether idle connections restart as slowly as new ones.
+    """Return whether idle connections restart as slowly as new ones.
 
-    Linux reduces an idle congestion window by default, except under BBR. Windows doesn't.
+    By default, Linux reduces an idle congestion window, except under BBR. Windows doesn't.
     """
     if sys.platform != "linux":
         return False

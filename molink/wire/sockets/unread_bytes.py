@@ -1,7 +1,8 @@
 """Tracks unread data of libzmq's connections, and selects connections to cut.
 
-libzmq delivers whole messages only. The parts of an endless message pile up in its memory without a
-limit. Therefore the bytes received by the system are compared with those of delivered messages.
+libzmq delivers whole messages only, so the parts of an endless message would accumulate in its
+memory without limit. Therefore the bytes that the system received are compared with the bytes of
+delivered messages.
 """
 
 import threading
@@ -11,16 +12,16 @@ from dataclasses import dataclass, field
 
 from molink.wire.protocol import is_later
 
-#: Maximum bytes of a handshake; longer ones count as unread.
+#: Maximum bytes of a handshake; further bytes count as unread.
 HANDSHAKE_BYTES = 1024
-#: More unread bytes than this are checked; normal connections rarely have them.
+#: Unread bytes above which a connection is checked; normal connections rarely have more.
 SUSPECT_BYTES = 1 << 20
 #: Bytes that CURVE adds to a part: command name, nonce, authentication code, flags.
 _CURVE_OVERHEAD = 8 + 8 + 16 + 1
 
 
 def wire_size(nbytes: int) -> int:
-    """Bytes of a part of ``nbytes`` on the wire, with CURVE and framing."""
+    """Return the bytes on the wire of a part of ``nbytes``, with CURVE and framing."""
     sealed = nbytes + _CURVE_OVERHEAD
     return sealed + (2 if sealed < 256 else 9)
 
@@ -33,10 +34,10 @@ class BacklogLimits:
     their bytes in memory.
     """
 
-    #: Of an incomplete message; a normal connection has 264 KB at most.
+    #: Maximum bytes of an incomplete message; a normal connection has at most 264 KB.
     party_unfinished: int = 4 << 20
     total_unfinished: int = 10 << 20
-    #: Of all data while nobody reads; a link may have 8 MiB in flight per channel.
+    #: Maximum bytes of all data while nobody reads; a link may have 8 MiB in flight per channel.
     party_bytes: int = 12 << 20
     total_bytes: int = 14 << 20
     party_connections: int = 64
@@ -53,10 +54,10 @@ class OpenConnection:
     party: str = field(init=False)
     #: The routing id from a ROUTER; ``None`` before the first message.
     identity: bytes | None = None
-    #: Bytes taken by libzmq, and those of read messages.
+    #: Bytes that libzmq has taken, and bytes of read messages.
     received: int = 0
     delivered: int = HANDSHAKE_BYTES
-    #: Bytes received before a moment without whole unread messages.
+    #: Bytes received up to a time when all whole messages were read.
     settled: int = 0
     is_cut: bool = False
 
@@ -80,7 +81,7 @@ class UnreadBytes:
     def __init__(self, limits: BacklogLimits | None = None) -> None:
         self._limits = limits or BacklogLimits()
         self._lock = threading.Lock()
-        #: By descriptor, oldest first. Numbers are reused, but never shared.
+        #: Connections by descriptor, oldest first. Descriptors are reused, but never shared.
         self._live: dict[int, OpenConnection] = {}
         #: Closed connections with possibly unread messages.
         self._ended: list[OpenConnection] = []
@@ -104,7 +105,7 @@ class UnreadBytes:
     ) -> None:
         """Record a read message of ``nbytes`` on the wire.
 
-        ``descriptor`` is that of its connection, which may be closed; ``identity`` is its routing
+        ``descriptor`` belongs to its connection, which may be closed; ``identity`` is its routing
         id, if any.
         """
         with self._lock:
@@ -130,7 +131,8 @@ class UnreadBytes:
     def on_counted(self, counts: Iterable[tuple[OpenConnection, int]]) -> bool:
         """Record the bytes taken from each connection.
 
-        Returns whether so much is unread that the caller should read and call :meth:`on_drained`.
+        Returns whether so many bytes are unread that the caller should read and call
+        :meth:`on_drained`.
         """
         wanted = False
         with self._lock:
@@ -149,10 +151,10 @@ class UnreadBytes:
             return [connection for connection in self._live.values() if not connection.is_cut]
 
     def find_excess(self) -> OpenConnection | None:
-        """The connection to cut next, which then counts as cut; ``None`` if all are within bounds.
+        """Choose the connection to cut next, and mark it as cut; ``None`` if all are within bounds.
 
-        It belongs to the party beyond its bounds and is the one with most unread bytes, or the
-        oldest if there are too many connections, so that nobody can occupy all of them.
+        It belongs to a party beyond its bounds, and is its connection with the most unread bytes.
+        If there are too many connections it is the oldest, so that nobody can occupy all of them.
         """
         with self._lock:
             found = self._find_excess()
@@ -195,7 +197,7 @@ class UnreadBytes:
         """Record a connection's routing id; ``False`` if the id belongs to an earlier connection.
 
         Routing ids rise. A message of an earlier connection may be read after its descriptor was
-        reused, as the first message of either.
+        reused, even as the first message of either connection.
         """
         if connection.identity is not None:
             if not is_later(identity, connection.identity):

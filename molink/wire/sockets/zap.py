@@ -1,7 +1,7 @@
-"""Authenticates connections: the ZAP handler of a process.
+"""The ZAP handler of a process, which authenticates connections.
 
 CURVE alone only proves that a peer holds some key. libzmq asks the ZAP handler whether the key is
-allowed, and gets the ``User-Id`` that it attaches to each of the peer's messages.
+allowed, and attaches the returned ``User-Id`` to each of the peer's messages.
 """
 
 import logging
@@ -25,10 +25,10 @@ logger = logging.getLogger(__name__)
 #: libzmq's endpoint, and the frames of a CURVE request (RFC 27, with two of ROUTER).
 _ENDPOINT = "inproc://zeromq.zap.01"
 _REQUEST_FRAMES = 9
-#: Seconds before a failed handler restarts, so that a permanent fault doesn't spin.
+#: Seconds before a failed handler restarts, so that it doesn't spin on a permanent fault.
 _RESTART_PAUSE = 0.1
-#: Handshakes per peer. A ROUTER numbers them with 32 bits, and libzmq aborts the process when a
-#: number equals a routing id that a peer has chosen.
+#: Rate limit of handshakes per peer. A ROUTER numbers them with 32 bits, and libzmq aborts the
+#: process when a number equals a routing id that a peer has chosen.
 HANDSHAKE_LIMIT = RateLimit(100, 10.0)
 
 
@@ -56,13 +56,14 @@ class ZapAuthenticator:
         """``on_refused`` is called in the authenticator's thread."""
         self.accepted = 0
         self.refused = 0
-        #: Handshakes of allowed peers that came too often and will be retried.
+        #: Handshakes that allowed peers started too often and will retry.
         self.deferred = 0
         self._handshake_buckets = KeyedTokenBuckets(handshake_limit)
         self._on_refused = on_refused
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.shadow(context)
         self._lock = threading.Lock()
-        #: Public key to peer id. Replaced but never modified, so the thread needs no lock.
+        #: Maps public keys to peer ids. The dict is replaced, never modified, so the thread needs
+        #: no lock.
         self._keys: dict[str, str] = {}
         self._peers: frozenset[str] = frozenset()
         self._blocked: frozenset[str] = frozenset()
@@ -114,7 +115,7 @@ class ZapAuthenticator:
             self._replace({key: peer for key, peer in self._keys.items() if peer != peer_id})
 
     def block_peer(self, peer_id: str) -> None:
-        """Refuse ``peer_id`` until it is denied and allowed again."""
+        """Refuse ``peer_id`` until it is first denied and then allowed again."""
         with self._lock:
             self._blocked |= {peer_id}
             self._replace(self._keys)
@@ -159,7 +160,7 @@ class ZapAuthenticator:
     def _serve_until_error(
         self, socket: "zmq.Socket[bytes]", wake_socket: "zmq.Socket[bytes]"
     ) -> bool:
-        """Serve until closed; ``False`` if the handler failed."""
+        """Serve until closed; ``False`` if an error ended the handler."""
         try:
             with socket:
                 self._serve(socket, wake_socket)
@@ -183,7 +184,7 @@ class ZapAuthenticator:
                 socket.send_multipart(self._answer(frames))
 
     def _answer(self, frames: list[bytes]) -> list[bytes]:
-        """The reply to a ZAP request: version, request id, status, text, user id, metadata."""
+        """Create the ZAP reply: version, request id, status, text, user id, metadata."""
         try:
             user = self._authenticate(frames)
         except Exception:
@@ -193,7 +194,7 @@ class ZapAuthenticator:
             self.refused += 1
             status, text = b"400", b"not allowed"
         elif not self._handshake_buckets.try_take(user, time.monotonic()):
-            # A status from 300 on makes the peer retry.
+            # A status of 300 or more makes the peer retry.
             self.deferred += 1
             status, text = b"300", b"too often"
         else:
