@@ -61,6 +61,12 @@ async def open_stream(connection: socket.socket) -> Stream:
         raise
 
 
+async def open_pair() -> tuple[Stream, Stream]:
+    """Two connected streams within this process."""
+    one, other = socket.socketpair()
+    return await open_stream(one), await open_stream(other)
+
+
 def listen_on_free_port(host: str, first: int, tried: int, queue: int) -> socket.socket:
     """Listen on ``first``, or on the first free of ``tried`` ports downwards; 0 means any port.
 

@@ -5,7 +5,7 @@
 #: number may share a ring, regardless of their versions. Messages that are read across numbers
 #: never change their fields: ``JoinRequest``, ``Commitment``, ``PairingResult``, ``PeerReport``,
 #: ``LeaderHeartbeat``, and those of ``election``.
-PROTOCOL = 11
+PROTOCOL = 12
 
 
 def is_later(identity: bytes, than: bytes) -> bool:

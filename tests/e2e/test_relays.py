@@ -9,6 +9,7 @@ from tests.support.models import MakeModel
 from tests.support.processes import Tools
 from tests.support.rig_swarm import Behind, House, ask
 from tools.wan import Node, unavailable
+from tools.wan.homes import homes_unavailable
 
 pytestmark = pytest.mark.skipif(
     unavailable() is not None, reason=f"no namespaces here: {unavailable()}"
@@ -58,6 +59,33 @@ def test_two_pcs_that_can_not_meet_serve_by_way_of_a_third(tmp_path: Path) -> No
         hub.run("resume")
         hub.wait_ready()
         assert couch.run("chat", "What is molink?").strip(), couch.output
+
+
+@pytest.mark.slow  # without processes: tests/molinkd/peer/membership/test_hole_punching.py
+@pytest.mark.skipif(
+    homes_unavailable() is not None, reason=f"no routers here: {homes_unavailable()}"
+)
+def test_two_homes_leave_their_relay(tmp_path: Path) -> None:
+    """Once they have met, they serve without it."""
+    nodes = (Node("hub"), Node("attic", delay_ms=10), Node("couch", delay_ms=10))
+    with House(tmp_path, *nodes, kinds=("open", "port-cone", "address-cone")) as house:
+        hub, token = house.first("hub", "--stage", "none")
+        attic = house.start("attic", "join", token, "--stage", "1-4")
+        house.start("couch", "join", token, "--stage", "5-8")
+        hub.wait_ready()
+        ends = ("attic", "couch"), ("couch", "attic")
+
+        def punched() -> bool:
+            names = {one["id"]: one["name"] for one in hub.status()["peers"]}
+            relays = hub.status()["relays"]
+            found = [(names[one["from"]], names[one["to"]]) for one in relays if one["punched"]]
+            return sorted(found) == sorted(ends)
+
+        Tools.wait_for(punched, hub)
+        Tools.wait_for(lambda: "is ready" in attic.output, attic)
+        answer = ask(attic)
+        house.rig.cut(0)
+        assert ask(attic) == answer
 
 
 def choices(hub: Behind) -> list[dict[tuple[str, str], str]]:

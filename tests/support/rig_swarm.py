@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from molinkd.peer.home import Home
 from tests.support.processes import Process, Tools, environment, restore_measurements
 from tools.wan import Node, Rig
+from tools.wan.homes import Homes, Kind
 
 CPU = ["--threads", "1", "--device", "cpu"]
 #: Where each look is a command of its own.
@@ -90,10 +92,11 @@ class Behind(Process):
 class House:
     """PCs on the nodes of a rig, for the life of a ``with`` block."""
 
-    def __init__(self, folder: Path, *nodes: Node) -> None:
+    def __init__(self, folder: Path, *nodes: Node, kinds: Sequence[Kind] = ()) -> None:
+        """``kinds``: what stands between each node and its PC; nothing by default."""
         self._folder, self._names = folder, [node.name for node in nodes]
         self._stack = ExitStack()
-        self.rig = Rig(nodes)
+        self.rig = Homes(nodes, kinds) if kinds else Rig(nodes)
 
     def __enter__(self) -> "House":
         self._stack.enter_context(self.rig)

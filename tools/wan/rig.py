@@ -59,14 +59,17 @@ class Rig:
     def __enter__(self) -> Self:
         require_support()
         try:
-            self._spaces.create()
-            if self._shares is not None:
-                self._shares.create()
-            self._start_relay()
+            self._set_up()
         except BaseException:
             self.close()
             raise
         return self
+
+    def _set_up(self) -> None:
+        self._spaces.create()
+        if self._shares is not None:
+            self._shares.create()
+        self._start_relay()
 
     def __exit__(
         self,

@@ -354,7 +354,9 @@ class Coordinator:
         if not message.failed_relay:  # it counts once the relay is given up
             self._dispatch_event(tried)
         if message.rate is None and message.loss is None:  # these say nothing about the route
-            self._relays.handle(RouteTriedEvent(tried, message.is_relayed, message.failed_relay))
+            self._relays.handle(
+                RouteTriedEvent(tried, message.is_relayed, message.is_punched, message.failed_relay)
+            )
 
     def _reply(
         self, sender: MessageSender, message: ControlMessage, payload: bytes | None = None

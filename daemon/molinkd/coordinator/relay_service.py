@@ -37,9 +37,10 @@ class RelayService:
             log.info("relays: %s", ", ".join(f"{a} to {b} by {c}" for (a, b), c in routes.items()))
 
     @property
-    def routes(self) -> list[dict[str, str]]:
+    def routes(self) -> list[dict[str, str | bool]]:
         """The relayed routes, for the status."""
+        punched = self._relays.punched_pairs
         return [
-            {"from": source, "to": to, "through": through}
-            for (source, to), through in self._relays.relay_peers.items()
+            {"from": pair[0], "to": pair[1], "through": through, "punched": pair in punched}
+            for pair, through in self._relays.relay_peers.items()
         ]

@@ -66,7 +66,7 @@ from molinkd.peer.launch import (
 )
 from molinkd.peer.membership.addresses import advertised_addresses
 from molinkd.peer.membership.peer_directory import PeerDirectory
-from molinkd.peer.membership.peer_prober import can_connect
+from molinkd.peer.membership.peer_prober import ProbeResult, can_connect
 from molinkd.peer.membership.relayed_routes import RelayController, RelayedRoutes
 from molinkd.peer.membership.session import CoordinatorSession
 from molinkd.peer.resources import Resources
@@ -438,11 +438,10 @@ class Node:
         self._link_rates.drop_peer(peer)
         self._store.drop_peer(peer)
 
-    def _report_reach(self, peer: str, reached: bool, latency: float | None, relayed: bool) -> None:
-        if latency is not None:
-            latency = min(latency, MAX_LATENCY)
+    def _report_reach(self, peer: str, result: ProbeResult) -> None:
+        latency = None if result.latency is None else min(result.latency, MAX_LATENCY)
         self.session.send_message(
-            ReachReport(peer=peer, is_reachable=reached, latency=latency, is_relayed=relayed)
+            ReachReport(peer=peer, **(result._asdict() | {"latency": latency}))
         )
 
     def _on_relayed_route(self, peer: str) -> None:

@@ -49,11 +49,13 @@ class RelayOpenedEvent:
 class RouteTriedEvent:
     """A peer has tried to connect to another; ``is_relayed``: over its relayed route.
 
-    ``failed_relay`` is the id of a relay that passed probes but no data, or 0.
+    ``is_punched``: its connections have left the relay for direct ones. ``failed_relay`` is the id
+    of a relay that passed probes but no data, or 0.
     """
 
     attempt: ConnectionTriedEvent
     is_relayed: bool = False
+    is_punched: bool = False
     failed_relay: int = 0
 
 
@@ -78,6 +80,7 @@ class _Relay:
     is_open: bool = False
     port: int = 0
     failures: int = 0
+    is_punched: bool = False
 
 
 @dataclass(slots=True)
@@ -144,6 +147,11 @@ class RelayPlanner:
         """The relay of each connected pair, open or requested."""
         return {pair: relay.relay_peer for pair, relay in self._relays.items()}
 
+    @property
+    def punched_pairs(self) -> frozenset[Pair]:
+        """Pairs whose connections have left their relay for direct ones."""
+        return frozenset(pair for pair, relay in self._relays.items() if relay.is_punched)
+
     def validate(self) -> None:
         """Check the bounds; for tests."""
         assert len(self._relays) <= MAX_RELAYS
@@ -202,6 +210,7 @@ class RelayPlanner:
             return []
         if event.failed_relay:
             return self._on_data_lost(pair) if event.failed_relay == relay.id else []
+        relay.is_punched = event.is_punched
         relay.failures = 0 if tried.succeeded else relay.failures + 1
         return self._give_up_relay(pair) if relay.failures >= MAX_FAILURES else []
 

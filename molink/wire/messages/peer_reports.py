@@ -147,6 +147,8 @@ class ReachReport(Message, frozen=True, kw_only=True, tag="reach-report"):
     loss: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
     #: Through a relay, since a direct connection is impossible.
     is_relayed: bool = False
+    #: The connections over that relay go on directly, from router to router.
+    is_punched: bool = False
     #: Id of the relay that held back or cut connections; 0 if none did. Probes may still pass.
     failed_relay: Count = 0
 

@@ -2,17 +2,20 @@
 
 The messages are between the coordinator and the three. The ends and the relay exchange a few bytes
 of plain TCP: the relay sends a nonce, an end answers with a proof that it knows the secret
-(:func:`compute_proof`) without revealing it. Then the relay forwards the encrypted connection of
+(:func:`compute_proof`) without revealing it. Once both are there, the relay tells each from which
+address the other has connected (:func:`encode_address`), and forwards the encrypted connection of
 two ZeroMQ sockets.
 
 The ends cut that connection into records, each with its length before it, and add signs of life
 (:class:`SignOfLife`) with a key that the relay doesn't have, so that a relay can't hold back or cut
-a connection unseen.
+a connection unseen. By these they also agree to open a direct connection, and move to it.
 """
 
 import hashlib
 import hmac
+import ipaddress
 import struct
+from enum import IntEnum
 from typing import Annotated, Literal, NamedTuple
 
 import msgspec
@@ -32,14 +35,15 @@ Claim = Role | Literal["registers", "calls"]
 MAX_OF_PEER = 16
 #: Bytes of the relay's nonce, and of the answer.
 NONCE_BYTES, PROOF_BYTES = 16, 8 + 1 + 32
-#: Sent by the relay to a waiting end when the other has arrived.
+#: Sent to a waiting end when another has arrived.
 PEER_ARRIVED = b"\x01"
-#: Bytes of the port that the dialing end requests once connected, and of the nonce after it, unless
-#: it is the port of an echo.
+#: Bytes of the other end's address after it. The end that dials gets both too.
+ADDRESS_BYTES = 16 + 2
+#: Bytes of the port that the dialing end requests once connected, and of the nonce after it.
 PORT_BYTES, STREAM_NONCE_BYTES = 2, 16
 #: The length before a record; 0 before a sign of life.
 RECORD_LENGTH = struct.Struct(">I")
-_SIGN = struct.Struct(">QQQ?")
+_SIGN = struct.Struct(">QQQB")
 _MAC_BYTES = 16
 SIGN_BYTES = _SIGN.size + _MAC_BYTES
 _LETTERS: dict[Claim, bytes] = {
@@ -48,6 +52,10 @@ _LETTERS: dict[Claim, bytes] = {
     "registers": b"r",
     "calls": b"c",
 }
+#: Bytes by which an end proves itself on a direct connection, and the dialing end's choice of it.
+DIRECT_PROOF_BYTES, CHOSEN = 32, b"\x01"
+#: Host and port as an IP address and number.
+Address = tuple[str, int]
 
 
 class OpenRelay(Message, frozen=True, kw_only=True, tag="open-relay"):
@@ -113,17 +121,54 @@ def is_valid_proof(answer: bytes, id: int, claim: Claim, secret: bytes, nonce: b
     return hmac.compare_digest(answer, compute_proof(id, claim, secret, nonce))
 
 
+def encode_address(address: Address | None) -> bytes:
+    """An IPv4 or IPv6 address and a port; zeros for none."""
+    host, port = ("::", 0) if address is None else address
+    ip = ipaddress.ip_address(host.partition("%")[0])
+    if ip.version == 4:
+        ip = ipaddress.IPv6Address(f"::ffff:{ip}")
+    return ip.packed + port.to_bytes(2, "big")
+
+
+def decode_address(data: bytes) -> Address | None:
+    """The address in ``ADDRESS_BYTES``, as the relay claims it; ``None`` without one."""
+    ip, port = ipaddress.IPv6Address(data[:16]), int.from_bytes(data[16:], "big")
+    return (str(ip.ipv4_mapped or ip), port) if port else None
+
+
+def compute_direct_proof(role: Role, end_secret: bytes, nonce: bytes) -> bytes:
+    """What an end sends first on a direct connection that replaces the relayed one of ``nonce``."""
+    person = b"molink-direct-" + _LETTERS[role]
+    return hashlib.blake2b(
+        nonce, digest_size=DIRECT_PROOF_BYTES, key=end_secret, person=person
+    ).digest()
+
+
+class SignKind(IntEnum):
+    """What a sign of life says besides that its sender lives."""
+
+    ALIVE = 0
+    #: Nothing follows: the sender closes the connection.
+    LAST = 1
+    #: The dialing end asks for a direct connection; the other agrees; both start.
+    ASK_DIRECT = 2
+    AGREE_DIRECT = 3
+    START_DIRECT = 4
+    #: All that follows comes over the direct connection.
+    MOVED = 5
+
+
 class SignOfLife(NamedTuple):
     """What one end of a relayed connection tells the other, several times a second.
 
     ``number`` counts them from 1, ``answered`` is the number of the last one received, and ``sent``
-    counts the bytes of all records before it. After the last one the end closes the connection.
+    counts the bytes of all records before it.
     """
 
     number: int
     answered: int
     sent: int
-    is_last: bool = False
+    kind: SignKind = SignKind.ALIVE
 
     def encode(self, role: Role, end_secret: bytes, nonce: bytes) -> bytes:
         """The bytes after a length of 0; ``role`` is the sender's."""
@@ -140,7 +185,11 @@ class SignOfLife(NamedTuple):
         body, mac = data[: _SIGN.size], data[_SIGN.size :]
         if not hmac.compare_digest(mac, _sign_body(body, role, end_secret, nonce)):
             raise WireError("a forged sign of life")
-        return cls(*_SIGN.unpack(body))
+        number, answered, sent, kind = _SIGN.unpack(body)
+        try:
+            return cls(number, answered, sent, SignKind(kind))
+        except ValueError:
+            raise WireError(f"a sign of life of unknown kind {kind}") from None
 
 
 def _sign_body(body: bytes, role: Role, end_secret: bytes, nonce: bytes) -> bytes:

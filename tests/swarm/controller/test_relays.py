@@ -62,7 +62,7 @@ class Swarm:
         failed: int = 0,
     ) -> list[RelayAction]:
         tried = ConnectionTriedEvent(by, to, ok, latency)
-        return self._handle(RouteTriedEvent(tried, relayed, failed))
+        return self._handle(RouteTriedEvent(tried, relayed, failed_relay=failed))
 
     def opened(self, peer: str, id: int, port: int = 5479) -> list[RelayAction]:
         return self._handle(RelayOpenedEvent(peer, RelayOpened(id=id, port=port)))

@@ -10,7 +10,7 @@ from molink.swarm.placement.links import MAX_NEARBY_LATENCY
 from molink.wire.messages.instructions import PeerInfo, PeerRemoved, StageAddress
 from molink.wire.messages.worker_pipe import PeerKey
 from molinkd.peer.election.leadership import ReplicaFile
-from molinkd.peer.membership.peer_prober import PeerProber
+from molinkd.peer.membership.peer_prober import PeerProber, ProbeResult
 from molinkd.peer.membership.relayed_routes import RelayedRoutes
 from molinkd.peer.resources import Resources
 
@@ -31,13 +31,13 @@ class PeerDirectory:
         self,
         resources: Resources,
         replica: ReplicaFile,
-        on_tried: Callable[[str, bool, float | None, bool], None],
+        on_tried: Callable[[str, ProbeResult], None],
         on_change: Callable[[], None],
         on_gone: Callable[[str], None],
         on_loss: Callable[[str, float], None],
         relayed_routes: RelayedRoutes | None = None,
     ) -> None:
-        """``on_tried`` gets peer, reachability, latency and whether a relayed route was used.
+        """``on_tried`` gets a peer and how it was reached.
 
         ``on_gone(peer)`` is called before ``on_change()`` when a peer was removed. ``on_loss`` gets
         a peer and the share of packets lost on the way to it.

@@ -3,11 +3,12 @@
 import asyncio
 import contextlib
 import heapq
+import logging
 import socket
 import zlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import zmq.asyncio
 
@@ -22,6 +23,8 @@ from molink.wire.sockets.create_socket import endpoints
 from molink.wire.sockets.key_pair import KeyPair
 from molinkd.peer.membership.relayed_routes import RelayedRoutes
 from molinkd.tasks import cancel_tasks
+
+log = logging.getLogger(__name__)
 
 #: Timeout of a probe, in seconds: a handshake takes five round trips.
 TIMEOUT_S = 3.0
@@ -195,6 +198,18 @@ class ProbeTurns:
             self._timer.cancel()
 
 
+class ProbeResult(NamedTuple):
+    """Whether a peer is reachable and how; the latency is one way in seconds, ``None`` if unknown.
+
+    ``is_punched``: its relayed connections go on directly.
+    """
+
+    is_reachable: bool
+    latency: float | None = None
+    is_relayed: bool = False
+    is_punched: bool = False
+
+
 class PeerProber:
     """Probes every peer's control port until it answers, then measures its latency periodically."""
 
@@ -202,15 +217,14 @@ class PeerProber:
         self,
         context: zmq.asyncio.Context,
         keys: KeyPair,
-        report: Callable[[str, bool, float | None, bool], None],
+        report: Callable[[str, ProbeResult], None],
         report_loss: Callable[[str, float], None],
         relayed_routes: RelayedRoutes | None = None,
     ) -> None:
-        """``report`` gets peer, reachability, latency in seconds, and whether it is relayed.
+        """``report`` is called after each probe, and when the latency or the way has changed.
 
-        It is called after each probe and when the latency has changed; the latency is ``None``
-        until it is measured. ``report_loss`` gets a peer and the share of packets that are lost on
-        the way, whenever it has changed.
+        ``report_loss`` gets a peer and the share of packets that are lost on the way, whenever it
+        has changed.
         """
         self._context = context
         self._keys = keys
@@ -220,7 +234,7 @@ class PeerProber:
         self._codec = control_codec()
         #: Probed endpoints of each peer.
         self._targets: dict[str, tuple[str, ...]] = {}
-        self._results: dict[str, tuple[bool, float | None, bool]] = {}
+        self._results: dict[str, ProbeResult] = {}
         #: Each peer's losses, and the last reported share.
         self._losses: dict[str, tuple[LossMeter, float]] = {}
         self._peers: dict[str, PeerInfo] = {}
@@ -261,8 +275,8 @@ class PeerProber:
 
     def report_all(self) -> None:
         """Report all results again, after a new session."""
-        for peer, (reached, latency, relayed) in self._results.items():
-            self._report(peer, reached, latency, relayed)
+        for peer, result in self._results.items():
+            self._report(peer, result)
         for peer, (_, loss) in self._losses.items():
             if loss:
                 self._report_loss(peer, loss)
@@ -273,14 +287,20 @@ class PeerProber:
         self._turns.close()
 
     async def _probe_peer(self, info: PeerInfo, targets: Sequence[str]) -> None:
-        again = False
+        again, loop = False, asyncio.get_running_loop()
+        added_at = loop.time()
         while True:
             async with self._take_turn(info.peer, again=again):
                 reached, relayed = await self._try_routes(info, targets)
-                self._record_result(info.peer, reached, None, relayed)
+                if reached:
+                    how = "by a relayed route" if relayed else "directly"
+                    log.info("%s: reached %s in %.2f s", info.peer, how, loop.time() - added_at)
+                self._record_result(info.peer, ProbeResult(reached, None, relayed))
                 measured = await self._measure_once(info) if reached and not relayed else None
-            if reached:
-                await self._measure_periodically(info, relayed, measured)
+            if relayed and reached:
+                await self._measure_relayed(info.peer)
+            elif reached:
+                await self._measure_periodically(info, measured)
             else:
                 await asyncio.sleep(RETRY_S)
             again = True
@@ -303,7 +323,9 @@ class PeerProber:
             return False, False
         return await can_connect(context, keys, codec, key, [endpoint]), True
 
-    async def _measure_once(self, info: PeerInfo, reported: float | None = None) -> float | None:
+    async def _measure_once(
+        self, info: PeerInfo, reported: ProbeResult | None = None
+    ) -> ProbeResult | None:
         """Measure a direct peer's latency; returns what was last reported, now or before."""
         meter, told = self._losses.setdefault(info.peer, (LossMeter(), 0.0))
         latency = await measure_latency(info.addresses, info.control_port, meter)
@@ -311,43 +333,46 @@ class PeerProber:
         if differs(loss, told, _MIN_CHANGE, _MIN_LOSS_CHANGE) and info.peer in self._losses:
             self._losses[info.peer] = meter, loss
             self._report_loss(info.peer, loss)
-        return self._report_change(info.peer, latency, reported, relayed=False)
+        if latency is None:
+            return reported
+        return self._report_change(info.peer, ProbeResult(True, latency), reported)
 
     def _report_change(
-        self, peer: str, latency: float | None, reported: float | None, *, relayed: bool
-    ) -> float | None:
-        if latency is None or not _is_changed(latency, reported):
+        self, peer: str, result: ProbeResult, reported: ProbeResult | None
+    ) -> ProbeResult:
+        if reported is not None and not _is_changed(result, reported):
             return reported
-        self._record_result(peer, True, latency, relayed)
-        return latency
+        self._record_result(peer, result)
+        return result
 
-    async def _measure_periodically(
-        self, info: PeerInfo, relayed: bool, reported: float | None
-    ) -> None:
-        """Report the latency whenever it changes, until a relayed route is gone."""
+    async def _measure_periodically(self, info: PeerInfo, reported: ProbeResult | None) -> None:
+        """Report the latency of a direct peer whenever it changes."""
         while True:
-            if relayed:
-                assert self._routes is not None
-                latency = await self._routes.measure_latency(info.peer)
-                if latency is None:
-                    return
-                reported = self._report_change(info.peer, latency, reported, relayed=True)
-                await asyncio.sleep(RELAYED_MEASURE_S)
-            else:
-                await asyncio.sleep(MEASURE_S)
-                async with self._take_turn(info.peer, again=True):
-                    reported = await self._measure_once(info, reported)
+            await asyncio.sleep(MEASURE_S)
+            async with self._take_turn(info.peer, again=True):
+                reported = await self._measure_once(info, reported)
+
+    async def _measure_relayed(self, peer: str) -> None:
+        """Report how a relayed route goes whenever that changes, until the route is gone."""
+        assert self._routes is not None
+        reported: ProbeResult | None = None
+        while (measured := await self._routes.measure_latency(peer)) is not None:
+            result = ProbeResult(True, measured.latency, True, measured.is_direct)
+            reported = self._report_change(peer, result, reported)
+            await asyncio.sleep(RELAYED_MEASURE_S)
 
     def known_latency(self, peer: str) -> float | None:
         """One-way latency of a peer in seconds; ``None`` if unknown."""
-        return self._results.get(peer, (False, None, False))[1]
+        return self._results.get(peer, ProbeResult(False)).latency
 
-    def _record_result(
-        self, peer: str, reached: bool, latency: float | None, relayed: bool
-    ) -> None:
-        self._results[peer] = reached, latency, relayed
-        self._report(peer, reached, latency, relayed)
+    def _record_result(self, peer: str, result: ProbeResult) -> None:
+        self._results[peer] = result
+        self._report(peer, result)
 
 
-def _is_changed(latency: float, reported: float | None) -> bool:
-    return reported is None or differs(latency, reported, _MIN_CHANGE, _MIN_CHANGE_S)
+def _is_changed(result: ProbeResult, reported: ProbeResult) -> bool:
+    if result.latency is None or reported.latency is None:
+        return result != reported
+    return result.is_punched != reported.is_punched or differs(
+        result.latency, reported.latency, _MIN_CHANGE, _MIN_CHANGE_S
+    )

@@ -7,8 +7,9 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 from molink.errors import MolinkError
-from molink.wire.messages.relay import PEER_ARRIVED
-from molinkd.splice import Stream
+from molink.wire.messages.relay import ADDRESS_BYTES, PEER_ARRIVED, Address, decode_address
+from molinkd.peer.membership.hole_punching import connect_shared
+from molinkd.splice import Stream, open_stream
 
 log = logging.getLogger(__name__)
 
@@ -20,7 +21,7 @@ _ACCEPT_RETRY_S = 2.0
 
 
 async def connect_any(hosts: Sequence[str], port: int) -> Stream:
-    """Connect to the first of ``hosts`` that answers.
+    """Connect to the first of ``hosts`` that answers, from a port that further sockets can share.
 
     Raises:
         OSError: None does.
@@ -29,7 +30,7 @@ async def connect_any(hosts: Sequence[str], port: int) -> Stream:
     for host in hosts:
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S / 2):
-                return await asyncio.open_connection(host, port)
+                return await open_stream(await connect_shared(host, port))
         except OSError as error:  # includes TimeoutError
             failure = error
     raise failure
@@ -55,6 +56,15 @@ async def await_other_end(connect: Callable[[], Awaitable[Stream]]) -> Stream:
         stream[1].transport.abort()
         raise
     return stream
+
+
+async def read_address(reader: asyncio.StreamReader) -> Address | None:
+    """The address of the other end of a relayed route, which the relay tells after its arrival.
+
+    Raises:
+        OSError, EOFError: The connection was lost.
+    """
+    return decode_address(await reader.readexactly(ADDRESS_BYTES))
 
 
 async def accept_local(listener: socket.socket, handle: Callable[[socket.socket], None]) -> None:

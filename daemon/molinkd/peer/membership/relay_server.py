@@ -16,6 +16,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from molink.errors import WireError
@@ -26,9 +27,11 @@ from molink.wire.messages.relay import (
     NONCE_BYTES,
     PEER_ARRIVED,
     PROOF_BYTES,
+    Address,
     Claim,
     OpenRelay,
     compute_proof,
+    encode_address,
     is_valid_proof,
     parse_claim,
 )
@@ -145,7 +148,10 @@ class MeetingServer(ABC):
             bucket.take_token()
             with contextlib.suppress(OSError):  # the other side has closed
                 stream = await open_stream(connection)
-                self._spawn(self._handle_connection(stream, str(address[0])), self._unauthenticated)
+                task = self._spawn(
+                    self._handle_connection(stream, str(address[0])), self._unauthenticated
+                )
+                task.add_done_callback(partial(_abort_if_cancelled, stream))
 
     async def _handle_connection(self, stream: Stream, address: str) -> None:
         writer, kept = stream[1], False
@@ -181,12 +187,16 @@ class MeetingServer(ABC):
         return True
 
     async def _join_ends(self, session: RelaySession, stream: Stream, claim: Claim) -> None:
-        """Join a dialling end with the waiting one."""
+        """Join a dialling end with the waiting one, and tell each the other's address."""
         del claim
         try:
             async with asyncio.timeout(MEET_S):
                 other = await self._pop_waiting(session)
-            other[1].write(PEER_ARRIVED)
+            addresses = _address_of_end(stream), _address_of_end(other)
+            if None in addresses:  # one of the ends is this PC
+                addresses = None, None
+            other[1].write(PEER_ARRIVED + encode_address(addresses[0]))
+            stream[1].write(PEER_ARRIVED + encode_address(addresses[1]))
             await splice_streams(stream, other, self._limit_rate)
         finally:
             session.last_used = self._now()
@@ -245,8 +255,10 @@ class MeetingServer(ABC):
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
 
-    def _spawn(self, work: Coroutine[Any, Any, None], tasks: set[asyncio.Task[Any]]) -> None:
-        spawn_in(tasks, work, "molink-relay")
+    def _spawn(
+        self, work: Coroutine[Any, Any, None], tasks: set[asyncio.Task[Any]]
+    ) -> asyncio.Task[Any]:
+        return spawn_in(tasks, work, "molink-relay")
 
 
 class RelayServer(MeetingServer):
@@ -311,6 +323,18 @@ class RelayServer(MeetingServer):
         ):
             raise WireError("wrong relay secret")
         return id, claim
+
+
+def _abort_if_cancelled(stream: Stream, task: asyncio.Task[Any]) -> None:
+    """Abort a connection whose task was cancelled, perhaps before it has begun."""
+    if task.cancelled():
+        stream[1].transport.abort()
+
+
+def _address_of_end(stream: Stream) -> Address | None:
+    """From where an end has connected; ``None`` if from this PC."""
+    host, port = stream[1].get_extra_info("peername")[:2]
+    return None if host == stream[1].get_extra_info("sockname")[0] else (str(host), int(port))
 
 
 async def authenticate_end(stream: Stream, id: int, claim: Claim, secret: bytes) -> None:

@@ -2,7 +2,8 @@
 
 For the dialling side, a relayed route is a port on loopback, connected to a port of the other end.
 The traffic is encrypted and authenticated end to end, so neither the relay nor a local program that
-connects to that port gains access.
+connects to that port gains access. Each connection leaves the relay for a direct one if the routers
+of the two let it (:mod:`molinkd.peer.membership.hole_punching`).
 """
 
 import asyncio
@@ -10,8 +11,10 @@ import contextlib
 import logging
 import secrets
 import socket
+import time
 from collections.abc import Callable, Collection, Coroutine
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -28,8 +31,10 @@ from molink.wire.messages.instructions import (
 )
 from molink.wire.messages.peer_reports import ReachReport
 from molink.wire.messages.relay import (
+    PEER_ARRIVED,
     PORT_BYTES,
     STREAM_NONCE_BYTES,
+    Address,
     CloseRelay,
     OpenRelay,
     RelayedRoute,
@@ -37,17 +42,20 @@ from molink.wire.messages.relay import (
 )
 from molink.wire.messages.rendezvous import derive_session_secret
 from molinkd.peer.membership.addresses import LOOPBACK, local_dial_host
+from molinkd.peer.membership.hole_punching import PunchBackoff, may_punch, punch
 from molinkd.peer.membership.relay_ends import (
     CONNECT_TIMEOUT_S,
     accept_local,
     await_other_end,
     connect_any,
+    read_address,
     spawn_in,
 )
 from molinkd.peer.membership.relay_server import RelayServer, authenticate_end
 from molinkd.peer.membership.relayed_stream import RelayedStream
 from molinkd.peer.resources import Resources
-from molinkd.splice import Stream, close_after, listen_on_free_port, open_stream
+from molinkd.splice import Stream, close_after, listen_on_free_port, open_pair, open_stream
+from molinkd.tasks import cancel_tasks
 
 log = logging.getLogger(__name__)
 
@@ -61,10 +69,19 @@ LOSS_LIMIT = RateLimit(burst=3, per_second=0.05)
 #: Virtual port that echoes, to measure latency.
 ECHO_PORT = 0
 _NUM_ROUND_TRIPS = 5
+#: How long a measurement may take in seconds: the ends may try a direct connection before.
+_MEASURE_TIMEOUT_S = 20.0
 _BACKLOG = 16
 
 #: Orders of the coordinator about stages.
 StageOrder = Prefetch | Assign | StageProfile | FormPipeline | Unassign
+
+
+class RouteLatency(NamedTuple):
+    """One-way latency of a relayed route in seconds, and whether its bytes go directly."""
+
+    latency: float
+    is_direct: bool
 
 
 class RelayedRoutes:
@@ -90,6 +107,7 @@ class RelayedRoutes:
         self._listeners: dict[tuple[str, int], socket.socket] = {}
         self._tasks: dict[int, set[asyncio.Task[Any]]] = {}
         self._losses: dict[int, TokenBucket] = {}
+        self._punches = PunchBackoff(time.monotonic)
 
     # --- orders of the coordinator ---
 
@@ -163,24 +181,24 @@ class RelayedRoutes:
             return order
         return msgspec.structs.replace(order, ring=tuple(map(self.localize_stage, order.ring)))
 
-    async def measure_latency(self, peer: str) -> float | None:
-        """One-way latency to a peer over its relayed route in seconds; ``None`` if it fails."""
+    async def measure_latency(self, peer: str) -> RouteLatency | None:
+        """Latency of a peer's relayed route, once it is clear how it goes; ``None`` if it fails."""
         relayed_route = self._find_route(peer)
         if relayed_route is None:
             return None
-        loop, trips = asyncio.get_running_loop(), []
-        with contextlib.suppress(OSError, EOFError, TimeoutError):
-            async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                reader, writer = await self._dial_port(relayed_route, ECHO_PORT)
+        with contextlib.suppress(OSError, EOFError, TimeoutError, MolinkError):
+            async with asyncio.timeout(_MEASURE_TIMEOUT_S):
+                stream = await self._dial_port(relayed_route, ECHO_PORT)
+                near, far = await open_pair()
+                splicing = asyncio.ensure_future(stream.splice(far))
                 try:
-                    for _ in range(_NUM_ROUND_TRIPS):
-                        started = loop.time()
-                        writer.write(b"?")
-                        await reader.readexactly(1)
-                        trips.append(loop.time() - started)
+                    await stream.is_settled.wait()
+                    latency = await _time_echoes(*near)
                 finally:
-                    writer.transport.abort()
-        return min(trips) / 2 if trips else None
+                    near[1].transport.abort()
+                    await cancel_tasks(splicing)
+            return RouteLatency(latency, stream.is_direct)
+        return None
 
     # --- dialling end ---
 
@@ -199,16 +217,18 @@ class RelayedRoutes:
         local = await open_stream(connection)
         try:
             async with asyncio.timeout(2 * CONNECT_TIMEOUT_S):
-                far = await self._dial_port(relayed_route, port)
+                stream = await self._dial_port(relayed_route, port)
         except BaseException:
             local[1].transport.abort()
             raise
-        nonce = secrets.token_bytes(STREAM_NONCE_BYTES)
-        far[1].write(nonce)
         try:
-            await RelayedStream(far, "dials", relayed_route.end_secret, nonce).splice(local)
+            await stream.splice(local)
         except MolinkError as error:
-            self._on_lost(relayed_route, error)
+            if stream.is_direct:
+                log.info("the direct connection to %s: %s", relayed_route.peer, error)
+                self._punches.record_result(relayed_route.peer, ok=False)
+            else:
+                self._on_lost(relayed_route, error)
 
     def _on_lost(self, relayed_route: RelayedRoute, error: MolinkError) -> None:
         """Report a relay that doesn't do its work; one that loses a few connections does."""
@@ -220,10 +240,39 @@ class RelayedRoutes:
         if not (isinstance(error, ConnectionBroken) and is_tolerated):
             self._on_failed(relayed_route.peer, relayed_route.id)
 
-    async def _dial_port(self, relayed_route: RelayedRoute, port: int) -> Stream:
-        stream = await _connect_relay(relayed_route)
-        stream[1].write(port.to_bytes(PORT_BYTES, "big"))
-        return stream
+    async def _dial_port(self, relayed_route: RelayedRoute, port: int) -> RelayedStream:
+        far = await _connect_relay(relayed_route)
+        nonce = secrets.token_bytes(STREAM_NONCE_BYTES)
+        far[1].write(port.to_bytes(PORT_BYTES, "big") + nonce)
+        try:
+            if await far[0].readexactly(1) != PEER_ARRIVED:
+                raise ConnectionError("unexpected reply from the relay")
+            other = await read_address(far[0])
+        except BaseException:
+            far[1].transport.abort()
+            raise
+        return self._make_stream(relayed_route, far, nonce, other)
+
+    def _make_stream(
+        self, relayed_route: RelayedRoute, far: Stream, nonce: bytes, other: Address | None
+    ) -> RelayedStream:
+        """A connection over a relay that leaves it if it can."""
+        role, secret, peer = relayed_route.role, relayed_route.end_secret, relayed_route.peer
+        local_port = int(far[1].get_extra_info("sockname")[1])
+        relay = str(far[1].get_extra_info("peername")[0])
+
+        async def open_direct(other: Address) -> Stream:
+            try:
+                return await punch(local_port, other, role, secret, nonce)
+            except TimeoutError:
+                self._punches.record_result(peer, ok=False)
+                raise
+
+        if other is None or not may_punch(other, relay):
+            return RelayedStream(far, role, secret, nonce)
+        if role == "dials" and not self._punches.is_due(peer):
+            return RelayedStream(far, role, secret, nonce)
+        return RelayedStream(far, role, secret, nonce, partial(open_direct, other))
 
     # --- waiting end ---
 
@@ -248,12 +297,13 @@ class RelayedRoutes:
         """Connect the other end to the port that it requests."""
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                other = await read_address(far[0])
                 port = int.from_bytes(await far[0].readexactly(PORT_BYTES), "big")
-                if port == ECHO_PORT:
-                    await _echo_bytes(far)
-                    return
                 nonce = await far[0].readexactly(STREAM_NONCE_BYTES)
-            stream = RelayedStream(far, "waits", relayed_route.end_secret, nonce)
+            stream = self._make_stream(relayed_route, far, nonce, other)
+            if port == ECHO_PORT:
+                await _serve_echo(stream)
+                return
             if port not in self._allowed_ports():
                 log.warning("rejected a relayed connection to port %d", port)
                 await stream.close()
@@ -284,6 +334,7 @@ class RelayedRoutes:
         if relayed_route.role == "dials":
             for key in [key for key in self._listeners if key[0] == relayed_route.peer]:
                 del self._listeners[key]
+            self._punches.drop_peer(relayed_route.peer)
             self._on_change(relayed_route.peer)
 
     def _spawn(self, id: int, work: Coroutine[Any, Any, None]) -> asyncio.Task[Any]:
@@ -309,9 +360,31 @@ async def _connect_relay(relayed_route: RelayedRoute) -> Stream:
     return stream
 
 
-async def _echo_bytes(stream: Stream) -> None:
+async def _echo_bytes(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     for _ in range(_NUM_ROUND_TRIPS):
-        stream[1].write(await stream[0].readexactly(1))
+        writer.write(await reader.readexactly(1))
+
+
+async def _serve_echo(stream: RelayedStream) -> None:
+    near, far = await open_pair()
+    echoing = asyncio.ensure_future(_echo_bytes(*near))
+    try:
+        async with asyncio.timeout(_MEASURE_TIMEOUT_S):
+            await stream.splice(far)
+    finally:
+        near[1].transport.abort()
+        await cancel_tasks(echoing)
+
+
+async def _time_echoes(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> float:
+    """One-way latency in seconds: half of the shortest round trip."""
+    loop, trips = asyncio.get_running_loop(), []
+    for _ in range(_NUM_ROUND_TRIPS):
+        started = loop.time()
+        writer.write(b"?")
+        await reader.readexactly(1)
+        trips.append(loop.time() - started)
+    return min(trips) / 2
 
 
 class RelayController:

@@ -4,15 +4,23 @@ The relay sees only encrypted bytes, but could hold them back, pass them slowly,
 connection. So the ends exchange signs of life that it can't forge
 (:class:`molink.wire.messages.relay.SignOfLife`): an end that gets no answer to several in a row
 knows that the relay passes nothing on.
+
+The ends also try to open a direct connection, and if they can, they move to it: each sends a last
+sign of life over the relay, and all further records directly. No byte is lost or repeated, and the
+programs that use the stream don't notice.
 """
 
 import asyncio
 import contextlib
+import logging
+from collections.abc import Awaitable, Callable
 
 from molink.errors import ConnectionBroken, Unavailable, WireError
-from molink.wire.messages.relay import RECORD_LENGTH, SIGN_BYTES, Role, SignOfLife
+from molink.wire.messages.relay import RECORD_LENGTH, SIGN_BYTES, Role, SignKind, SignOfLife
 from molinkd.splice import CHUNK_BYTES, Stream
 from molinkd.tasks import cancel_tasks
+
+log = logging.getLogger(__name__)
 
 #: Seconds between two signs of life, and how many may be unanswered: what waits before them on a
 #: slow line may take some seconds. Time in which this process does not run doesn't count. The end
@@ -23,17 +31,39 @@ MAX_UNANSWERED: dict[Role, int] = {"dials": 48, "waits": 96}
 MAX_UNANSWERED_AT_END = 5
 #: Seconds until a closed connection has sent its last bytes.
 _CLOSE_S = 2.0
+#: How long the other end may take to agree to a direct connection, and to choose one, in seconds.
+_AGREE_S = 5.0
+
+#: Opens a direct connection to the other end, which does the same; raises ``TimeoutError``.
+OpenDirect = Callable[[], Awaitable[Stream]]
 
 
 class RelayedStream:
     """The end of one connection over a relay."""
 
-    def __init__(self, far: Stream, role: Role, end_secret: bytes, nonce: bytes) -> None:
-        """``far`` leads to the relay; ``nonce`` is of this connection."""
-        self._far, self._secret, self._nonce = far, end_secret, nonce
+    def __init__(
+        self,
+        far: Stream,
+        role: Role,
+        end_secret: bytes,
+        nonce: bytes,
+        open_direct: OpenDirect | None = None,
+    ) -> None:
+        """``far`` leads to the relay; ``nonce`` is of this connection.
+
+        Without ``open_direct`` it stays with the relay.
+        """
+        self._relay, self._secret, self._nonce = far, end_secret, nonce
+        self._reader, self._writer = far
         self._role, self._other_role = role, _OTHER[role]
         self._num_signs = self._answered_by_us = self._answered_by_them = 0
         self._sent = self._received = 0
+        self._open_direct = open_direct
+        self._direct: asyncio.Task[Stream] | None = None
+        self._agreed = asyncio.Event()
+        #: Set once it is clear whether the bytes go directly: :attr:`is_direct`.
+        self.is_settled = asyncio.Event()
+        self.is_direct = False
 
     async def splice(self, local: Stream) -> None:
         """Copy bytes in both directions until either end closes; then close both.
@@ -47,6 +77,7 @@ class RelayedStream:
             asyncio.ensure_future(way)
             for way in (self._send_local(local), self._receive(local), self._send_signs())
         ]
+        moving = asyncio.ensure_future(self._negotiate_direct())
         failure: BaseException | None = None
         try:
             done, _ = await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
@@ -58,11 +89,14 @@ class RelayedStream:
         finally:
             local[1].transport.abort()
             try:
-                await cancel_tasks(*ways)
+                await cancel_tasks(*ways, moving)
+                await cancel_tasks(self._direct)
             finally:  # it may be cancelled meanwhile
                 await self.close(is_last=failure is None)
         if failure is not None:
             raise failure
+        if moving.done() and not moving.cancelled():
+            moving.result()
 
     @property
     def _num_unanswered(self) -> int:
@@ -70,11 +104,12 @@ class RelayedStream:
 
     async def close(self, *, is_last: bool = True) -> None:
         """Close; ``is_last``: in good order, which the other end is told."""
-        writer = self._far[1]
+        writer = self._writer
+        self._drop_other(writer)
         if not is_last:
             writer.transport.abort()
             return
-        self._write_sign(is_last=True)
+        self._write_sign(SignKind.LAST)
         writer.close()
         try:
             async with asyncio.timeout(_CLOSE_S):
@@ -86,25 +121,24 @@ class RelayedStream:
 
     async def _send_local(self, local: Stream) -> None:
         """Send what this PC's program sends, until it closes."""
-        writer = self._far[1]
         with contextlib.suppress(OSError):
             while data := await local[0].read(CHUNK_BYTES):
                 self._sent += len(data)
-                writer.write(RECORD_LENGTH.pack(len(data)) + data)
+                self._writer.write(RECORD_LENGTH.pack(len(data)) + data)
                 try:
-                    await writer.drain()
+                    await self._writer.drain()
                 except OSError as error:
                     raise ConnectionBroken("the relay has closed a connection") from error
 
     async def _receive(self, local: Stream) -> None:
         """Pass on what the other end sends, until it closes."""
-        reader = self._far[0]
         while True:
             try:
-                (length,) = RECORD_LENGTH.unpack(await reader.readexactly(RECORD_LENGTH.size))
+                size = RECORD_LENGTH.size
+                (length,) = RECORD_LENGTH.unpack(await self._reader.readexactly(size))
                 if length > CHUNK_BYTES:
                     raise WireError("the relay has altered a record")
-                data = await reader.readexactly(length or SIGN_BYTES)
+                data = await self._reader.readexactly(length or SIGN_BYTES)
             except (OSError, EOFError) as error:
                 raise ConnectionBroken("the relay has closed a connection") from error
             if length:
@@ -112,16 +146,19 @@ class RelayedStream:
                 local[1].write(data)
                 with contextlib.suppress(OSError):  # its end is noticed elsewhere
                     await local[1].drain()
-            elif self._check_sign(data):
-                return
+            else:
+                kind = self._check_sign(data)
+                if kind is SignKind.LAST:
+                    return
+                await self._on_sign(kind)
 
-    def _check_sign(self, data: bytes) -> bool:
-        """Check a sign of life; returns whether it is the last."""
+    def _check_sign(self, data: bytes) -> SignKind:
+        """Check a sign of life; returns what else it says."""
         sign = SignOfLife.decode(data, self._other_role, self._secret, self._nonce)
         if (sign.number, sign.sent) != (self._answered_by_us + 1, self._received):
             raise WireError("the relay has dropped or repeated a part")
         self._answered_by_us, self._answered_by_them = sign.number, sign.answered
-        return sign.is_last
+        return sign.kind
 
     async def _send_signs(self) -> None:
         while self._num_unanswered < MAX_UNANSWERED[self._role]:
@@ -129,11 +166,87 @@ class RelayedStream:
             await asyncio.sleep(SIGN_INTERVAL_S)
         raise Unavailable("the relay passes nothing on")
 
-    def _write_sign(self, *, is_last: bool = False) -> None:
+    def _write_sign(self, kind: SignKind = SignKind.ALIVE) -> None:
         self._num_signs += 1
-        sign = SignOfLife(self._num_signs, self._answered_by_us, self._sent, is_last)
+        sign = SignOfLife(self._num_signs, self._answered_by_us, self._sent, kind)
         data = sign.encode(self._role, self._secret, self._nonce)
-        self._far[1].write(RECORD_LENGTH.pack(0) + data)
+        self._writer.write(RECORD_LENGTH.pack(0) + data)
+
+    # --- the direct connection -------------------------------------------------------------------
+
+    async def _negotiate_direct(self) -> None:
+        """Ask the other end for a direct connection, and move to it; for the end that dials."""
+        loop = asyncio.get_running_loop()
+        try:
+            if self._role != "dials" or self._open_direct is None:
+                return
+            asked_at = loop.time()
+            self._write_sign(SignKind.ASK_DIRECT)
+            async with asyncio.timeout(_AGREE_S):
+                await self._agreed.wait()
+            self._write_sign(SignKind.START_DIRECT)
+            # The other end starts when that arrives.
+            await asyncio.sleep((loop.time() - asked_at) / 2)
+            self._start_direct()
+            assert self._direct is not None
+            self._move_writer(await self._direct)
+            log.info("left the relay after %.2f s", loop.time() - asked_at)
+        except (OSError, TimeoutError):
+            pass  # the relay stays
+        finally:
+            if not self.is_direct:
+                self.is_settled.set()
+
+    def _start_direct(self) -> None:
+        if self._direct is None and self._open_direct is not None:
+            self._direct = asyncio.ensure_future(self._open_direct())
+
+    async def _on_sign(self, kind: SignKind) -> None:
+        match kind:
+            case SignKind.ASK_DIRECT if self._role == "waits" and self._open_direct is not None:
+                self._write_sign(SignKind.AGREE_DIRECT)
+            case SignKind.AGREE_DIRECT:
+                self._agreed.set()
+            case SignKind.START_DIRECT if self._role == "waits":
+                self._start_direct()
+            case SignKind.MOVED:
+                await self._move_reader()
+
+    async def _move_reader(self) -> None:
+        """Read on from the direct connection, which the other end has chosen.
+
+        Raises:
+            WireError: There is none.
+        """
+        try:
+            assert self._direct is not None
+            async with asyncio.timeout(_AGREE_S):
+                stream = await asyncio.shield(self._direct)
+        except (AssertionError, OSError, TimeoutError):
+            raise WireError("the other end has moved to a connection that isn't there") from None
+        if self._role == "waits":
+            self._move_writer(stream)
+        self._reader = stream[0]
+        self.is_direct = True
+        self.is_settled.set()
+        if self._role == "dials":  # the other end may still be sending its last sign
+            self._relay[1].close()
+
+    def _move_writer(self, stream: Stream) -> None:
+        self._write_sign(SignKind.MOVED)
+        self._writer = stream[1]
+
+    def _drop_other(self, kept: asyncio.StreamWriter) -> None:
+        """Close the connection that isn't used any more, or not yet."""
+        others = [self._relay[1]]
+        with contextlib.suppress(asyncio.CancelledError, asyncio.InvalidStateError, OSError):
+            if self._direct is not None:
+                others.append(self._direct.result()[1])
+        for transport in (one.transport for one in others if one is not kept):
+            if transport.get_write_buffer_size():
+                transport.abort()
+            else:
+                transport.close()  # the last sign of life may be on its way
 
 
 _OTHER: dict[Role, Role] = {"dials": "waits", "waits": "dials"}

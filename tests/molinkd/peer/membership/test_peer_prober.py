@@ -12,7 +12,8 @@ from molink.wire.messages.codec import control_codec
 from molink.wire.messages.instructions import PeerInfo
 from molink.wire.sockets.key_pair import KeyPair
 from molinkd.peer.membership import peer_prober as module
-from molinkd.peer.membership.peer_prober import PeerProber, ProbeTurns
+from molinkd.peer.membership.peer_prober import PeerProber, ProbeResult, ProbeTurns
+from molinkd.peer.membership.relayed_routes import RouteLatency
 from tests.support.net import Net
 
 
@@ -64,7 +65,7 @@ async def test_probing_continues_until_the_port_is_open(
 ) -> None:
     monkeypatch.setattr(module, "TIMEOUT_S", 0.2)
     monkeypatch.setattr(module, "RETRY_S", 0.01)
-    reported: asyncio.Queue[tuple[str, bool, float | None, bool]] = asyncio.Queue()
+    reported: asyncio.Queue[tuple[str, ProbeResult]] = asyncio.Queue()
     prober = PeerProber(
         net.context, net.member(), lambda *said: reported.put_nowait(said), ignore_loss
     )
@@ -72,18 +73,20 @@ async def test_probing_continues_until_the_port_is_open(
         closed.bind(("127.0.0.1", 0))
         target = member(net.keys.public, closed.getsockname()[1])
         prober.add_peer(target)
-        assert await reported.get() == (target.peer, False, None, False)
-        assert await reported.get() == (target.peer, False, None, False)
+        assert await reported.get() == (target.peer, ProbeResult(False))
+        assert await reported.get() == (target.peer, ProbeResult(False))
     monkeypatch.setattr(module, "TIMEOUT_S", 10.0)
     server = net.server(control_codec(), lambda *_: None)
     # It listens elsewhere now; one of its addresses is enough.
     prober.add_peer(member(net.keys.public, server.port, "127.0.0.9", "127.0.0.1"))
-    while not (said := await reported.get())[1]:
+    while not (said := await reported.get())[1].is_reachable:
         pass
-    assert said == (target.peer, True, None, False)
-    peer, reached, latency, relayed = said = await reported.get()
-    assert (peer, reached, relayed) == (target.peer, True, False)
-    assert 0 < latency < 5.0
+    assert said == (target.peer, ProbeResult(True))
+    peer, result = said = await reported.get()
+    assert peer == target.peer
+    assert result.latency is not None
+    assert result == ProbeResult(True, result.latency)
+    assert 0 < result.latency < 5.0
     prober.report_all()
     assert reported.get_nowait() == said
     prober.drop_peer(target.peer)
@@ -106,7 +109,10 @@ async def test_changed_latencies_are_reported(net: Net, monkeypatch: pytest.Monk
     monkeypatch.setattr(module, "measure_latency", latency)
     reported: list[float | None] = []
     prober = PeerProber(
-        net.context, net.member(), lambda *said: reported.append(said[2]), ignore_loss
+        net.context,
+        net.member(),
+        lambda _, result: reported.append(result.latency),
+        ignore_loss,
     )
     server = net.server(control_codec(), lambda *_: None)
     prober.add_peer(member(net.keys.public, server.port))
@@ -242,12 +248,12 @@ class FakeRoutes:
 
     def __init__(self, port: int) -> None:
         self.port = port
-        self.latencies: list[float | None] = [0.02, None]
+        self.latencies: list[RouteLatency | None] = [RouteLatency(0.02, is_direct=True), None]
 
     def local_endpoint(self, peer: str, port: int) -> str:
         return f"tcp://127.0.0.1:{self.port}" if self.port else ""
 
-    async def measure_latency(self, peer: str) -> float | None:
+    async def measure_latency(self, peer: str) -> RouteLatency | None:
         return self.latencies.pop(0) if self.latencies else None
 
 
@@ -255,7 +261,7 @@ async def test_a_peer_reached_by_a_relayed_route(net: Net, monkeypatch: pytest.M
     monkeypatch.setattr(module, "TIMEOUT_S", 0.5)
     monkeypatch.setattr(module, "RELAYED_MEASURE_S", 0.0)
     monkeypatch.setattr(module, "RETRY_S", 0.01)
-    reported: asyncio.Queue[tuple[str, bool, float | None, bool]] = asyncio.Queue()
+    reported: asyncio.Queue[tuple[str, ProbeResult]] = asyncio.Queue()
     server = net.server(control_codec(), lambda *_: None)
     relayed_routes = FakeRoutes(0)
     prober = PeerProber(
@@ -269,17 +275,17 @@ async def test_a_peer_reached_by_a_relayed_route(net: Net, monkeypatch: pytest.M
         closed.bind(("127.0.0.1", 0))
         target = member(net.keys.public, closed.getsockname()[1])
         prober.add_peer(target)
-        assert await reported.get() == (target.peer, False, None, False)
+        assert await reported.get() == (target.peer, ProbeResult(False))
         monkeypatch.setattr(module, "TIMEOUT_S", 5.0)
         relayed_routes.port = server.port
         prober.retry_peer(target.peer)
         prober.retry_peer("nobody")
-        while not (said := await reported.get())[1]:
+        while not (said := await reported.get())[1].is_reachable:
             pass
-        assert said == (target.peer, True, None, True)
-        assert await reported.get() == (target.peer, True, 0.02, True)
+        assert said == (target.peer, ProbeResult(True, None, True))
+        assert await reported.get() == (target.peer, ProbeResult(True, 0.02, True, True))
         # Once nothing comes back, all ways are tried again.
-        assert await reported.get() == (target.peer, True, None, True)
+        assert await reported.get() == (target.peer, ProbeResult(True, None, True))
         await prober.close()
 
 

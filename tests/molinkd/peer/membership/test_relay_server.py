@@ -14,6 +14,7 @@ from molink.errors import WireError
 from molink.util.token_bucket import RateLimit
 from molink.wire.messages.instructions import FormPipeline, StageAddress
 from molink.wire.messages.relay import (
+    ADDRESS_BYTES,
     NONCE_BYTES,
     PEER_ARRIVED,
     PORT_BYTES,
@@ -25,6 +26,7 @@ from molink.wire.messages.relay import (
     RelayedRoute,
     SignOfLife,
     compute_proof,
+    encode_address,
 )
 from molinkd.peer.membership import relay_server as module
 from molinkd.peer.membership import relayed_routes as ends
@@ -41,97 +43,13 @@ from molinkd.peer.membership.relayed_routes import RelayedRoutes
 from molinkd.splice import CHUNK_BYTES, Stream
 from molinkd.tasks import cancel_tasks
 from tests.support.net import Flood, until
-
-SECRET, END_SECRET = b"s" * 32, b"e" * 32
-ID = 7
-
-
-class Bench:
-    """A relay, its two ends, and a server behind the one that waits."""
-
-    def __init__(self, relay: RelayServer) -> None:
-        self.relay = relay
-        self.port = 0
-        self.allowed: set[int] = set()
-        self.changed: list[str] = []
-        #: Relays that the dialling end has reported.
-        self.failed: list[tuple[str, int]] = []
-        self.dialling = RelayedRoutes(
-            "127.0.0.1", set, self.changed.append, lambda *relay: self.failed.append(relay)
-        )
-        self.waiting = RelayedRoutes(
-            "127.0.0.1", lambda: self.allowed, lambda _: None, lambda *_: None
-        )
-        self.server: asyncio.Server | None = None
-        self.accepted: list[Stream] = []
-        self.streams: list[Stream] = []
-
-    async def serve(self) -> int:
-        """A server that answers with what it is sent, in capitals; its port."""
-
-        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            self.accepted.append((reader, writer))
-            with suppress(OSError):
-                while data := await reader.read(CHUNK_BYTES):
-                    writer.write(data.upper())
-                    await writer.drain()
-            writer.close()
-
-        self.server = await asyncio.start_server(answer, "127.0.0.1", 0)
-        port = int(self.server.sockets[0].getsockname()[1])
-        self.allowed.add(port)
-        return port
-
-    def open(self) -> None:
-        self.port = self.relay.open_relay(OpenRelay(id=ID, secret=SECRET))
-        reported = {
-            "id": ID,
-            "secret": SECRET,
-            "end_secret": END_SECRET,
-            "addresses": ("127.0.0.1",),
-            "port": self.port,
-        }
-        self.waiting.on_message(RelayedRoute(peer="a", role="waits", **reported))
-        self.dialling.on_message(RelayedRoute(peer="b", role="dials", **reported))
-
-    async def dial(self, port: int) -> Stream:
-        where = self.dialling.local_endpoint("b", port)
-        return await self.connect(int(where.rpartition(":")[2]))
-
-    async def visit(self) -> Stream:
-        return await self.connect(self.port)
-
-    async def connect(self, port: int) -> Stream:
-        stream = await asyncio.open_connection("127.0.0.1", port)
-        self.streams.append(stream)
-        return stream
-
-    async def close(self) -> None:
-        await self.dialling.close()
-        await self.waiting.close()
-        await self.relay.close()
-        for _, writer in (*self.accepted, *self.streams):
-            writer.transport.abort()
-        if self.server is not None:
-            self.server.close()
-            await self.server.wait_closed()
+from tests.support.relay_bench import END_SECRET, ID, SECRET, Bench, ended, open_bench
 
 
 @pytest.fixture
 async def bench() -> AsyncIterator[Bench]:
-    made = Bench(RelayServer("127.0.0.1", 0))
-    yield made
-    await made.close()
-    await until(lambda: not any("molink" in one.get_name() for one in asyncio.all_tasks()))
-    await asyncio.sleep(0)  # what was aborted is closed one turn later
-
-
-async def ended(stream: Stream) -> bytes:
-    """What comes until the other side ends."""
-    async with asyncio.timeout(20):
-        with suppress(OSError):
-            return await stream[0].read()
-    return b""
+    async with open_bench() as made:
+        yield made
 
 
 async def test_bytes_flow_both_ways_over_several_connections(bench: Bench) -> None:
@@ -151,7 +69,8 @@ async def test_latency_over_the_relay(bench: Bench) -> None:
     bench.open()
     latency = await bench.dialling.measure_latency("b")
     assert latency is not None
-    assert 0 < latency < 5
+    assert 0 < latency.latency < 5
+    assert not latency.is_direct
     assert await bench.dialling.measure_latency("nobody") is None
 
 
@@ -346,7 +265,8 @@ async def test_a_waiting_connection_is_replaced_by_the_next(bench: Bench) -> Non
     dialling = await bench.visit()
     await authenticate_end(dialling, ID, "dials", SECRET)
     dialling[1].write(b"hello")
-    assert await second[0].readexactly(6) == PEER_ARRIVED + b"hello"
+    arrival = PEER_ARRIVED + encode_address(None)  # the ends are on the relay's own PC
+    assert await second[0].readexactly(len(arrival) + 5) == arrival + b"hello"
     for _, writer in (second, dialling):
         writer.transport.abort()
 
@@ -356,7 +276,7 @@ async def test_a_slow_reader_slows_the_sender_and_memory_is_bounded(bench: Bench
     reading, sending = await bench.visit(), await bench.visit()
     await authenticate_end(reading, ID, "waits", SECRET)
     await authenticate_end(sending, ID, "dials", SECRET)
-    assert await reading[0].readexactly(1) == PEER_ARRIVED
+    await reading[0].readexactly(len(PEER_ARRIVED) + ADDRESS_BYTES)
     reading[1].transport.pause_reading()  # type: ignore[attr-defined]
     data, sent = secrets.token_bytes(1 << 20), 0
     with suppress(TimeoutError):

@@ -1,0 +1,103 @@
+"""A relay with its two ends on loopback."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+
+from molink.wire.messages.relay import OpenRelay, RelayedRoute
+from molinkd.peer.membership.relay_server import RelayServer
+from molinkd.peer.membership.relayed_routes import RelayedRoutes
+from molinkd.splice import CHUNK_BYTES, Stream
+from tests.support.net import until
+
+SECRET, END_SECRET = b"s" * 32, b"e" * 32
+ID = 7
+
+
+class Bench:
+    """A relay, its two ends, and a server behind the one that waits."""
+
+    def __init__(self, relay: RelayServer) -> None:
+        self.relay = relay
+        self.port = 0
+        self.allowed: set[int] = set()
+        self.changed: list[str] = []
+        #: Relays that the dialling end has reported.
+        self.failed: list[tuple[str, int]] = []
+        self.dialling = RelayedRoutes(
+            "127.0.0.1", set, self.changed.append, lambda *relay: self.failed.append(relay)
+        )
+        self.waiting = RelayedRoutes(
+            "127.0.0.1", lambda: self.allowed, lambda _: None, lambda *_: None
+        )
+        self.server: asyncio.Server | None = None
+        self.accepted: list[Stream] = []
+        self.streams: list[Stream] = []
+
+    async def serve(self) -> int:
+        """A server that answers with what it is sent, in capitals; its port."""
+
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            self.accepted.append((reader, writer))
+            with suppress(OSError):
+                while data := await reader.read(CHUNK_BYTES):
+                    writer.write(data.upper())
+                    await writer.drain()
+            writer.close()
+
+        self.server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        port = int(self.server.sockets[0].getsockname()[1])
+        self.allowed.add(port)
+        return port
+
+    def open(self) -> None:
+        self.port = self.relay.open_relay(OpenRelay(id=ID, secret=SECRET))
+        reported = {
+            "id": ID,
+            "secret": SECRET,
+            "end_secret": END_SECRET,
+            "addresses": ("127.0.0.1",),
+            "port": self.port,
+        }
+        self.waiting.on_message(RelayedRoute(peer="a", role="waits", **reported))
+        self.dialling.on_message(RelayedRoute(peer="b", role="dials", **reported))
+
+    async def dial(self, port: int) -> Stream:
+        where = self.dialling.local_endpoint("b", port)
+        return await self.connect(int(where.rpartition(":")[2]))
+
+    async def visit(self) -> Stream:
+        return await self.connect(self.port)
+
+    async def connect(self, port: int) -> Stream:
+        stream = await asyncio.open_connection("127.0.0.1", port)
+        self.streams.append(stream)
+        return stream
+
+    async def close(self) -> None:
+        await self.dialling.close()
+        await self.waiting.close()
+        await self.relay.close()
+        for _, writer in (*self.accepted, *self.streams):
+            writer.transport.abort()
+        if self.server is not None:
+            self.server.close()
+            await self.server.wait_closed()
+
+
+@asynccontextmanager
+async def open_bench() -> AsyncIterator[Bench]:
+    """A bench that leaves no task behind."""
+    made = Bench(RelayServer("127.0.0.1", 0))
+    yield made
+    await made.close()
+    await until(lambda: not any("molink" in one.get_name() for one in asyncio.all_tasks()))
+    await asyncio.sleep(0)  # what was aborted is closed one turn later
+
+
+async def ended(stream: Stream) -> bytes:
+    """What comes until the other side ends."""
+    async with asyncio.timeout(20):
+        with suppress(OSError):
+            return await stream[0].read()
+    return b""

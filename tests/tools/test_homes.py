@@ -1,0 +1,117 @@
+"""Homes of the rig: what the internet sees of a PC behind each kind of router, and who gets in."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tools.wan import Node
+from tools.wan.homes import KINDS, Homes, Kind, homes_unavailable
+
+pytestmark = pytest.mark.skipif(
+    homes_unavailable() is not None, reason=f"no homes here: {homes_unavailable()}"
+)
+#: Answers with the caller's address, on two ports.
+SERVE = """
+import select, socket, sys
+ports = [socket.create_server(("0.0.0.0", port)) for port in (443, 5000)]
+print(flush=True)
+while True:
+    for port in select.select(ports, [], [])[0]:
+        caller, address = port.accept()
+        caller.sendall(f"{address[0]} {address[1]}".encode())
+        caller.close()
+"""
+#: Asks two hosts from one local port, then listens there: what came in, until its input ends.
+ASK = """
+import json, select, socket, sys
+seen = {}
+for host, port in json.loads(sys.argv[1]):
+    asking = socket.socket()
+    asking.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    asking.bind(("", 4000))
+    asking.settimeout(1.0)
+    try:
+        asking.connect((host, port))
+        seen[f"{host}:{port}"] = asking.recv(99).decode()
+    except OSError:
+        seen[f"{host}:{port}"] = ""
+    asking.close()
+listener = socket.create_server(("0.0.0.0", 4000))
+print(json.dumps(seen), flush=True)
+callers = set()
+while sys.stdin not in (ready := select.select([listener, sys.stdin], [], [])[0]):
+    callers.add(listener.accept()[1][0])
+print(json.dumps(sorted(callers)))
+"""
+#: Tries to connect to the address that another home shows.
+CALL = """
+import socket, sys
+calling = socket.socket()
+calling.settimeout(0.5)
+sys.exit(calling.connect_ex((sys.argv[1], int(sys.argv[2]))) != 0)
+"""
+HUB, OTHER = "10.77.0.1", "10.77.0.2"
+#: The home without a router.
+STRANGER = 2
+
+
+Observations = dict[Kind, tuple[dict[str, str], list[str]]]
+
+
+@pytest.fixture(scope="module")
+def observed() -> Iterator[Observations]:
+    """What servers see of the PC of each kind, and which homes can connect to that."""
+    kinds: tuple[Kind, ...] = ("open", "open", *KINDS)
+    targets = json.dumps([(HUB, 5000), (HUB, 443), (OTHER, 443)])
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with Homes([Node(f"home{index}") for index in range(len(kinds))], kinds) as homes:
+        for index in (0, 1):
+            served = homes.run(index, [sys.executable, "-c", SERVE], stdout=subprocess.PIPE)
+            with served.stdout as said:
+                said.readline()
+        asking = {
+            kind: homes.run(2 + index, [sys.executable, "-c", ASK, targets], **pipes)
+            for index, kind in enumerate(KINDS)
+        }
+        seen = {kind: json.loads(one.stdout.readline()) for kind, one in asking.items()}
+        calling = []
+        for kind in KINDS[1:]:
+            where = next(filter(None, seen[kind].values())).split()
+            # From another port of a known address, and from an unknown address.
+            for caller in (0, STRANGER):
+                call = [sys.executable, "-c", CALL, *where]
+                calling.append(homes.run(caller, call))
+        for one in calling:
+            one.wait(30)
+        yield {
+            kind: (seen[kind], json.loads(one.communicate(timeout=30)[0]))
+            for kind, one in asking.items()
+        }
+
+
+CONES = ("full-cone", "address-cone", "port-cone", "carrier", "no-udp")
+
+
+@pytest.mark.parametrize("kind", CONES)
+def test_cones_show_one_port(observed: Observations, kind: Kind) -> None:
+    seen, callers = observed[kind]
+    assert len(set(seen.values())) == 1
+    assert next(iter(seen.values())).startswith("10.77.0.")
+    expected = {"full-cone": [HUB, "10.77.0.3"], "address-cone": [HUB]}.get(kind, [])
+    assert callers == expected
+
+
+def test_a_symmetric_router_shows_another_port_to_each(observed: Observations) -> None:
+    seen, callers = observed["symmetric"]
+    assert len(set(seen.values())) == 3
+    assert callers == []
+
+
+def test_a_router_lets_only_443_out(observed: Observations) -> None:
+    seen, callers = observed["only-443"]
+    assert [port for port, address in seen.items() if address] == [f"{HUB}:443", f"{OTHER}:443"]
+    assert callers == []

@@ -1,0 +1,246 @@
+"""Which way PCs behind each pair of routers connect, how soon, and how fast they serve.
+
+    python -m tools.nat_table [--kinds open,port-cone,symmetric] [--delay-ms 10] [--tokens 48]
+
+For each pair two PCs serve the demo model together, four layers each, beside a third without
+layers that all can reach (Linux, root, nftables; :mod:`tools.wan.homes`). A cell says how the first
+PC reaches the second and back, in how many seconds after it has learnt of it, and the tokens per
+second of one stream; or the reason why the two don't serve.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tools.serving.process import ENDPOINT, INVITE, OPENED, wait_for
+from tools.wan import Node, RigError
+from tools.wan.homes import KINDS, Homes, Kind, homes_unavailable
+
+_ROOT = Path(__file__).resolve().parents[1]
+#: How long a pair may take from the start of its second PC to the first answer, in seconds.
+_SERVE_S = 90.0
+_REACHED = re.compile(r"(\S+): reached .* in (\d+\.\d+) s")
+_LEFT = re.compile(r"left the relay after (\d+\.\d+) s")
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """What was found for a pair.
+
+    ``seconds`` are the times of the two to reach each other, ``moves`` those of their connections
+    to leave the relay.
+    """
+
+    ways: tuple[str, ...] = ()
+    seconds: tuple[float, ...] = ()
+    moves: tuple[float, ...] = ()
+    rate: float = 0.0
+    failure: str = ""
+
+    def __str__(self) -> str:
+        ways = "/".join(dict.fromkeys(self.ways))
+        if self.failure:
+            return self.failure
+        return f"{ways}, {max(self.seconds, default=0.0):.1f} s, {self.rate:.0f}"
+
+
+class Pc:
+    """A PC of a home."""
+
+    def __init__(self, homes: Homes, index: int, name: str, folder: Path) -> None:
+        self.name = name
+        self._homes, self._index = homes, index
+        self.home, self._log = folder / name, folder / f"{name}.log"
+        self._process: subprocess.Popen[Any] | None = None
+
+    def start(self, *arguments: str) -> None:
+        """Run ``molink`` with these arguments, and no more threads than one."""
+        with self._log.open("wb") as output:
+            self._process = self._run(
+                [*arguments, "--name", self.name, "--threads", "1", "--device", "cpu"],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+
+    def _run(self, arguments: Sequence[str], **popen: Any) -> "subprocess.Popen[Any]":
+        own = {"MOLINK_HOME": str(self.home), "MOLINK_STANDBY_WORKER": "false"}
+        own |= {"MOLINK_REPLICATE_MODELS": "false", "PYTHONPATH": f"{_ROOT}:{_ROOT / 'daemon'}"}
+        command = [sys.executable, "-m", "molinkd", *arguments]
+        return self._homes.run(self._index, command, env={**os.environ, **own}, **popen)
+
+    def wait_for(self, pattern: "re.Pattern[str]") -> str:
+        """Wait until it prints ``pattern``; returns its group."""
+        assert self._process is not None
+        return wait_for(self._log, pattern, self._process)
+
+    def ask(self, *arguments: str) -> str:
+        """The output of a command there; empty if it fails."""
+        process = self._run(arguments, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        return str(process.communicate(timeout=60)[0].decode()).strip()
+
+    @property
+    def log(self) -> str:
+        """Its daemon's log."""
+        return (self.home / "logs" / "daemon.log").read_text("utf-8", "replace")
+
+    def stream(self, tokens: int) -> float:
+        """Tokens per second of one stream at its endpoint.
+
+        Raises:
+            RuntimeError: it did not answer.
+        """
+        url = f"http://127.0.0.1:{self.wait_for(ENDPOINT)}"
+        load = {"requests": 1, "rate": 1.0, "prompt_tokens": 8, "output_tokens": tokens, "seed": 0}
+        command = [sys.executable, "-m", "tools.bench_rival", "client", url, json.dumps(load)]
+        asking = self._homes.run(self._index, command, stdout=subprocess.PIPE, cwd=_ROOT)
+        output = asking.communicate(timeout=_SERVE_S)[0]
+        if asking.returncode != 0:
+            raise RuntimeError(f"{self.name} did not answer")
+        (sample,) = json.loads(output)
+        times = sample["piece_times"]
+        return (len(times) - 1) / (times[-1] - times[0])
+
+    def stop(self) -> None:
+        """Stop it as a user would."""
+        if self._process is not None:
+            self._process.terminate()
+            self._process.wait(60)
+            self._process = None
+
+
+class Table:
+    """A hub that all can reach, and two homes of each kind, one PC of each running at a time."""
+
+    def __init__(self, folder: Path, kinds: Sequence[Kind], delay_ms: float) -> None:
+        self._kinds = kinds
+        nodes = [Node(f"home{index}", delay_ms=delay_ms) for index in range(1 + 2 * len(kinds))]
+        self._homes = Homes(nodes, ["open", *kinds, *kinds])
+        names = [f"{part} {kind}" for part in ("first", "second") for kind in kinds]
+        names = ["hub", *(name.replace(" ", "-") for name in names)]
+        self._pcs = [Pc(self._homes, index, name, folder) for index, name in enumerate(names)]
+        self._token = ""
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[None]:
+        """Start the hub."""
+        with self._homes:
+            hub = self._pcs[0]
+            hub.start("up", "--stage", "none")
+            hub.wait_for(OPENED)
+            self._token = hub.ask(*INVITE[3:])
+            yield
+
+    @contextlib.contextmanager
+    def join(self, index: int, stage: str) -> Iterator[Pc]:
+        """Run a PC with fixed layers, as a member."""
+        pc = self._pcs[index]
+        pc.start("join", self._token, "--stage", stage)
+        try:
+            yield pc
+        finally:
+            pc.stop()
+
+    def measure(self, tokens: int) -> Iterator[tuple[Kind, Kind, Cell]]:
+        """Every pair of kinds, each once."""
+        count = len(self._kinds)
+        for row, first_kind in enumerate(self._kinds):
+            with self.join(1 + row, "1-4") as first:
+                for column in range(row, count):
+                    with self.join(1 + count + column, "5-8") as second:
+                        cell = self._measure_pair(first, second, tokens)
+                        yield first_kind, self._kinds[column], cell
+
+    def _measure_pair(self, first: Pc, second: Pc, tokens: int) -> Cell:
+        until = time.monotonic() + _SERVE_S
+        status: dict[str, Any] = {}
+        while time.monotonic() < until:
+            status = json.loads(self._pcs[0].ask("status", "--json") or "{}")
+            ids = {one["name"]: one["id"] for one in status.get("peers", ())}
+            pair = ids.get(first.name, ""), ids.get(second.name, "")
+            rings = status.get("pipelines", ())
+            if all(pair) and any(one["ready"] and len(one["stages"]) == 2 for one in rings):
+                break
+            time.sleep(1.0)
+        else:
+            return Cell(failure=_explain(status, second.name))
+        try:
+            rate = first.stream(tokens)
+        except (RuntimeError, subprocess.TimeoutExpired) as error:
+            return Cell(failure=str(error))
+        status = json.loads(self._pcs[0].ask("status", "--json") or "{}")
+        ways = tuple(_find_way(status, *ends) for ends in (pair, pair[::-1]))
+        logs = [(first.log, pair[1]), (second.log, pair[0])]
+        reached = [dict(_REACHED.findall(text)).get(peer) for text, peer in logs]
+        moves = [float(one) for text, _ in logs for one in _LEFT.findall(text)]
+        return Cell(ways, tuple(float(one) for one in reached if one), tuple(moves), rate)
+
+
+def _find_way(status: dict[str, Any], source: str, target: str) -> str:
+    for one in status.get("relays", ()):
+        if (one["from"], one["to"]) == (source, target):
+            way = "reverse" if one["through"] == source else "relay"
+            return "punched" if one.get("punched") else way
+    return "direct"
+
+
+def _explain(status: dict[str, Any], name: str) -> str:
+    """Why a swarm has no ring, in one line."""
+    peers = [one["name"] for one in status.get("peers", ())]
+    if name not in peers:
+        return "does not join: it can't reach the leader's port"
+    problems = [one.get("problem") or "" for one in status.get("pipelines", ())]
+    return next(filter(None, problems), "no ring")
+
+
+def print_table(kinds: Sequence[Kind], found: dict[tuple[Kind, Kind], Cell]) -> None:
+    """Print the cells as Markdown, and how long it took to connect."""
+    print(f"| | {' | '.join(kinds)} |")
+    print(f"|---|{'---|' * len(kinds)}")
+    for row, first in enumerate(kinds):
+        cells = [str(found[first, one]) for one in kinds[row:]]
+        print(f"| {first} | {' | '.join([''] * row + cells)} |")
+    for what, seconds in (
+        ("reached", [one for cell in found.values() for one in cell.seconds]),
+        ("left the relay", [one for cell in found.values() for one in cell.moves]),
+    ):
+        if seconds:
+            last = sorted(seconds)[min(len(seconds) - 1, int(0.99 * len(seconds)))]
+            print(f"\n{what}: {statistics.median(seconds):.2f} s (median), {last:.2f} s (p99)")
+
+
+def main() -> int:
+    """Entry point; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kinds", default=",".join(KINDS))
+    parser.add_argument("--delay-ms", type=float, default=10.0, help="one way, of each home")
+    parser.add_argument("--tokens", type=int, default=48, help="of the measured stream")
+    options = parser.parse_args()
+    reason = homes_unavailable()
+    if reason is not None:
+        raise RigError(reason)
+    kinds: list[Kind] = [kind for kind in KINDS if kind in options.kinds.split(",")]
+    found: dict[tuple[Kind, Kind], Cell] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        table = Table(Path(folder), kinds, options.delay_ms)
+        with table.open():
+            for first, second, cell in table.measure(options.tokens):
+                found[first, second] = cell
+                print(f"{first}, {second}: {cell}", file=sys.stderr, flush=True)
+    print_table(kinds, found)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
