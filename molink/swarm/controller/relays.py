@@ -207,6 +207,8 @@ class RelayPlanner:
             return []
         relay = self._relays.get(pair)
         if relay is None:
+            if not (tried.succeeded or event.failed_relay):  # an earlier coordinator's is gone
+                by.unreachable.add(tried.target)
             return []
         if event.failed_relay:
             return self._on_data_lost(pair) if event.failed_relay == relay.id else []

@@ -108,6 +108,25 @@ def test_peer_that_can_be_dialled_back_relays_itself() -> None:
     assert told.peer == "a"
 
 
+def test_a_lost_relay_of_an_earlier_leader_is_replaced() -> None:
+    swarm = Swarm("a", "b", "hub")
+    for one in "ab":
+        swarm.tried(one, "hub", True, 0.01)
+    assert swarm.tried("a", "b", True, 0.02, relayed=True) == []
+    (told,) = swarm.tried("a", "b", False, relayed=True)
+    assert isinstance(told, SendMessageAction)
+    assert isinstance(told.message, OpenRelay)
+
+
+def test_the_status_shows_who_has_left_the_relay() -> None:
+    swarm, _ = apart()
+    swarm.opened("hub", 1)
+    for punched in (True, False):
+        tried = ConnectionTriedEvent("a", "b", True, 0.01)
+        swarm._handle(RouteTriedEvent(tried, is_relayed=True, is_punched=punched))
+        assert swarm.relays.punched_pairs == ({("a", "b")} if punched else set())
+
+
 PLACE = "meet.example:5464"
 
 

@@ -28,12 +28,15 @@ log = logging.getLogger(__name__)
 
 #: Timeout of a probe, in seconds: a handshake takes five round trips.
 TIMEOUT_S = 3.0
+#: The same for a peer's first probe: if its router lets nobody in, a relay is asked for sooner. A
+#: far peer that needs longer is found by the next one.
+FIRST_TIMEOUT_S = 1.5
 #: Interval of probing an unreachable peer, in seconds.
 RETRY_S = 5.0
 #: Interval of measuring the latency of a reachable peer, in seconds.
 MEASURE_S = 600.0
-#: The same over a relay, which may disappear.
-RELAYED_MEASURE_S = 30.0
+#: The same over a relay, which may disappear; and direct connections in a row that replace it.
+RELAYED_MEASURE_S, _NUM_DIRECT = 30.0, 2
 #: Maximum number of concurrent probes.
 _MAX_CONCURRENT = 2
 #: With more peers than this, probes start at this interval in seconds: when a swarm starts, every
@@ -54,18 +57,20 @@ async def can_connect(
     codec: Codec[Any],
     server_key: str,
     targets: Sequence[str],
+    timeout: float | None = None,
 ) -> bool:
     """Whether the holder of ``server_key`` answers at any of ``targets`` (``tcp://host:port``).
 
-    A server that rejects this PC's key counts too. The probe is repeated if this process was
-    suspended meanwhile.
+    A server that rejects this PC's key counts too. ``timeout`` is in seconds (``TIMEOUT_S``). The
+    probe is repeated if this process was suspended meanwhile.
     """
     loop = asyncio.get_running_loop()
+    limit = TIMEOUT_S if timeout is None else timeout
     while True:
         started = loop.time()
-        if await _try_targets(context, keys, codec, server_key, targets):
+        if await _try_targets(context, keys, codec, server_key, targets, limit):
             return True
-        if loop.time() - started <= TIMEOUT_S + MAX_STEP:
+        if loop.time() - started <= limit + MAX_STEP:
             return False
 
 
@@ -75,9 +80,10 @@ async def _try_targets(
     codec: Codec[Any],
     server_key: str,
     targets: Sequence[str],
+    timeout: float,
 ) -> bool:
     tries = [
-        asyncio.ensure_future(_is_answering(context, keys, codec, server_key, target))
+        asyncio.ensure_future(_is_answering(context, keys, codec, server_key, target, timeout))
         for target in targets
     ]
     try:
@@ -90,12 +96,17 @@ async def _try_targets(
 
 
 async def _is_answering(
-    context: zmq.asyncio.Context, keys: KeyPair, codec: Codec[Any], server_key: str, target: str
+    context: zmq.asyncio.Context,
+    keys: KeyPair,
+    codec: Codec[Any],
+    server_key: str,
+    target: str,
+    timeout: float,
 ) -> bool:
     client: Client[Any] = Client(context, keys, codec, server_key, [target])
     try:
         client.start()
-        await client.wait_connected(TIMEOUT_S)
+        await client.wait_connected(timeout)
     except NotAuthorized:
         return True
     except MolinkError:
@@ -238,6 +249,8 @@ class PeerProber:
         #: Each peer's losses, and the last reported share.
         self._losses: dict[str, tuple[LossMeter, float]] = {}
         self._peers: dict[str, PeerInfo] = {}
+        #: When each peer became known, by the loop's clock.
+        self._known_since: dict[str, float] = {}
         self._probes: dict[str, asyncio.Task[None]] = {}
         #: All running tasks, cancelled ones included.
         self._tasks: set[asyncio.Task[None]] = set()
@@ -250,6 +263,7 @@ class PeerProber:
             return
         self.drop_peer(info.peer)
         self._targets[info.peer] = targets
+        self._known_since[info.peer] = asyncio.get_running_loop().time()
         self._peers[info.peer] = info
         task = asyncio.get_running_loop().create_task(self._probe_peer(info, targets))
         self._probes[info.peer] = task
@@ -260,6 +274,7 @@ class PeerProber:
         """Drop a removed peer."""
         self._targets.pop(peer, None)
         self._peers.pop(peer, None)
+        self._known_since.pop(peer, None)
         self._results.pop(peer, None)
         self._losses.pop(peer, None)
         task = self._probes.pop(peer, None)
@@ -270,8 +285,10 @@ class PeerProber:
         """Probe a peer again, whose route has changed."""
         info = self._peers.get(peer)
         if info is not None:
+            since = self._known_since[peer]
             self.drop_peer(peer)
             self.add_peer(info)
+            self._known_since[peer] = since
 
     def report_all(self) -> None:
         """Report all results again, after a new session."""
@@ -287,20 +304,21 @@ class PeerProber:
         self._turns.close()
 
     async def _probe_peer(self, info: PeerInfo, targets: Sequence[str]) -> None:
-        again, loop = False, asyncio.get_running_loop()
-        added_at = loop.time()
+        again = False
         while True:
             async with self._take_turn(info.peer, again=again):
-                reached, relayed = await self._try_routes(info, targets)
-                if reached:
-                    how = "by a relayed route" if relayed else "directly"
-                    log.info("%s: reached %s in %.2f s", info.peer, how, loop.time() - added_at)
-                self._record_result(info.peer, ProbeResult(reached, None, relayed))
-                measured = await self._measure_once(info) if reached and not relayed else None
-            if relayed and reached:
-                await self._measure_relayed(info.peer)
-            elif reached:
+                result = await self._try_routes(info, targets, again=again)
+                if result.is_reachable:
+                    how = "by a relayed route" if result.is_relayed else "directly"
+                    took = asyncio.get_running_loop().time() - self._known_since[info.peer]
+                    log.info("%s: reached %s in %.2f s", info.peer, how, took)
+                self._record_result(info.peer, result)
+                is_direct = result.is_reachable and not result.is_relayed
+                measured = await self._measure_once(info) if is_direct else None
+            if is_direct:
                 await self._measure_periodically(info, measured)
+            elif result.is_reachable:
+                await self._measure_relayed(info, targets)
             else:
                 await asyncio.sleep(RETRY_S)
             again = True
@@ -308,20 +326,30 @@ class PeerProber:
     def _take_turn(self, peer: str, *, again: bool) -> AbstractAsyncContextManager[None]:
         return self._turns.take_turn(peer, len(self._peers), again=again)
 
-    async def _try_routes(self, info: PeerInfo, targets: Sequence[str]) -> tuple[bool, bool]:
-        """Whether the peer is reachable, and whether only by a relayed route."""
-        context, keys, codec, key = self._context, self._keys, self._codec, info.public_key
-        if await can_connect(context, keys, codec, key, targets):
-            return True, False
-        relayed_routes = self._routes
-        endpoint = (
+    async def _try_routes(
+        self, info: PeerInfo, targets: Sequence[str], *, again: bool
+    ) -> ProbeResult:
+        """Try the relayed route, which is there since direct ones failed; or else directly."""
+        endpoint = self._find_relayed(info)
+        if endpoint and await self._can_connect(info, [endpoint]):
+            return ProbeResult(True, None, True)
+        timeout = TIMEOUT_S if again or endpoint else FIRST_TIMEOUT_S
+        reached = await self._can_connect(info, targets, timeout)
+        return ProbeResult(reached, None, bool(endpoint) and not reached)
+
+    def _find_relayed(self, info: PeerInfo) -> str:
+        """The local endpoint of a peer's relayed route; empty without one."""
+        return (
             ""
-            if relayed_routes is None
-            else relayed_routes.local_endpoint(info.peer, info.control_port)
+            if self._routes is None
+            else self._routes.local_endpoint(info.peer, info.control_port)
         )
-        if not endpoint:
-            return False, False
-        return await can_connect(context, keys, codec, key, [endpoint]), True
+
+    async def _can_connect(
+        self, info: PeerInfo, targets: Sequence[str], timeout: float | None = None
+    ) -> bool:
+        key = info.public_key
+        return await can_connect(self._context, self._keys, self._codec, key, targets, timeout)
 
     async def _measure_once(
         self, info: PeerInfo, reported: ProbeResult | None = None
@@ -352,14 +380,25 @@ class PeerProber:
             async with self._take_turn(info.peer, again=True):
                 reported = await self._measure_once(info, reported)
 
-    async def _measure_relayed(self, peer: str) -> None:
-        """Report how a relayed route goes whenever that changes, until the route is gone."""
+    async def _measure_relayed(self, info: PeerInfo, targets: Sequence[str]) -> None:
+        """Report how a relayed route goes whenever that changes, until the route is gone.
+
+        Ends as well once the peer was reached directly: the route isn't needed any more.
+        """
         assert self._routes is not None
         reported: ProbeResult | None = None
-        while (measured := await self._routes.measure_latency(peer)) is not None:
+        num_direct = 0
+        while (measured := await self._routes.measure_latency(info.peer)) is not None:
             result = ProbeResult(True, measured.latency, True, measured.is_direct)
-            reported = self._report_change(peer, result, reported)
+            reported = self._report_change(info.peer, result, reported)
             await asyncio.sleep(RELAYED_MEASURE_S)
+            async with self._take_turn(info.peer, again=True):
+                reached = await self._can_connect(info, targets)
+            num_direct = num_direct + 1 if reached else 0
+            if num_direct >= _NUM_DIRECT:
+                self._record_result(info.peer, ProbeResult(True))
+                await asyncio.sleep(RELAYED_MEASURE_S)  # the coordinator closes the route
+                return
 
     def known_latency(self, peer: str) -> float | None:
         """One-way latency of a peer in seconds; ``None`` if unknown."""

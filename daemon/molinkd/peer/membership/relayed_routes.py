@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Collection, Coroutine
 from functools import partial
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import msgspec
 
@@ -52,7 +53,7 @@ from molinkd.peer.membership.relay_ends import (
     spawn_in,
 )
 from molinkd.peer.membership.relay_server import RelayServer, authenticate_end
-from molinkd.peer.membership.relayed_stream import RelayedStream
+from molinkd.peer.membership.relayed_stream import OpenDirect, RelayedStream
 from molinkd.peer.resources import Resources
 from molinkd.splice import Stream, close_after, listen_on_free_port, open_pair, open_stream
 from molinkd.tasks import cancel_tasks
@@ -108,6 +109,9 @@ class RelayedRoutes:
         self._tasks: dict[int, set[asyncio.Task[Any]]] = {}
         self._losses: dict[int, TokenBucket] = {}
         self._punches = PunchBackoff(time.monotonic)
+        #: Connections by the tasks that serve them; and those whose route is gone, but not needed.
+        self._streams: WeakKeyDictionary[asyncio.Task[Any], RelayedStream] = WeakKeyDictionary()
+        self._direct: set[asyncio.Task[Any]] = set()
 
     # --- orders of the coordinator ---
 
@@ -136,6 +140,7 @@ class RelayedRoutes:
         self._on_change = lambda _: None
         for id in tuple(self._routes):
             self._drop_route(id)
+        await cancel_tasks(*self._direct)
         await asyncio.gather(*tasks, return_exceptions=True)
 
     # --- addresses ---
@@ -268,11 +273,15 @@ class RelayedRoutes:
                 self._punches.record_result(peer, ok=False)
                 raise
 
-        if other is None or not may_punch(other, relay):
-            return RelayedStream(far, role, secret, nonce)
-        if role == "dials" and not self._punches.is_due(peer):
-            return RelayedStream(far, role, secret, nonce)
-        return RelayedStream(far, role, secret, nonce, partial(open_direct, other))
+        direct: OpenDirect | None = None
+        is_due = role == "waits" or self._punches.is_due(peer)
+        if other is not None and is_due and may_punch(other, relay):
+            direct = partial(open_direct, other)
+        stream = RelayedStream(far, role, secret, nonce, direct)
+        task = asyncio.current_task()
+        assert task is not None
+        self._streams[task] = stream
+        return stream
 
     # --- waiting end ---
 
@@ -330,7 +339,12 @@ class RelayedRoutes:
             return
         del self._losses[id]
         for task in self._tasks.pop(id):
-            task.cancel()
+            stream = self._streams.get(task)
+            if stream is not None and stream.is_direct:
+                self._direct.add(task)
+                task.add_done_callback(self._direct.discard)
+            else:
+                task.cancel()
         if relayed_route.role == "dials":
             for key in [key for key in self._listeners if key[0] == relayed_route.peer]:
                 del self._listeners[key]

@@ -15,6 +15,7 @@ from molink.wire.messages.relay import (
     RECORD_LENGTH,
     STREAM_NONCE_BYTES,
     Address,
+    CloseRelay,
     SignKind,
     SignOfLife,
     compute_direct_proof,
@@ -27,7 +28,7 @@ from molinkd.peer.membership.hole_punching import PunchBackoff, connect_shared, 
 from molinkd.peer.membership.relayed_stream import RelayedStream
 from molinkd.splice import Stream, open_pair
 from tests.support.net import until
-from tests.support.relay_bench import END_SECRET, Bench, ended, open_bench
+from tests.support.relay_bench import END_SECRET, ID, Bench, ended, open_bench
 
 NONCE = b"n" * STREAM_NONCE_BYTES
 
@@ -192,6 +193,23 @@ async def test_a_stream_moves_without_losing_a_byte(bench: Bench) -> None:
     bench.accepted[0][1].close()
     assert await ended((reader, writer)) == b""
     assert bench.failed == []
+
+
+async def test_a_direct_connection_outlives_its_relay(bench: Bench) -> None:
+    port = await bench.serve()
+    bench.open()
+    stream = await bench.dial(port)
+    await until(lambda: bench.relay.num_connections == 1)
+    stream[1].write(b"a")
+    assert await stream[0].readexactly(1) == b"A"
+    for part in (bench.dialling, bench.waiting):
+        part.on_message(CloseRelay(id=ID))
+    bench.relay.close_relay(ID)
+    assert not bench.dialling.has_route("b")
+    stream[1].write(b"hello")
+    assert await stream[0].readexactly(5) == b"HELLO"
+    stream[1].close()
+    await until(lambda: not bench.dialling._direct)
 
 
 async def test_the_latency_is_that_of_the_direct_way(bench: Bench) -> None:

@@ -1,8 +1,10 @@
 """Probing peers' ports on real sockets."""
 
 import asyncio
+import itertools
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 
@@ -243,6 +245,41 @@ async def test_a_very_short_round_trip_is_measured_once(
             server.accept()
 
 
+async def test_a_direct_way_replaces_a_relayed_one(
+    net: Net, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has to hold for two measurements in a row."""
+    monkeypatch.setattr(module, "RELAYED_MEASURE_S", 0.0)
+    answers = itertools.chain([False, True, True, False, True, False], itertools.repeat(True))
+    tried: list[Sequence[str]] = []
+
+    async def can_connect(*arguments: Any) -> bool:
+        tried.append(arguments[4])
+        return next(answers)
+
+    monkeypatch.setattr(module, "can_connect", can_connect)
+    reported: list[ProbeResult] = []
+    routes = FakeRoutes(0)
+    routes.latencies = [RouteLatency(0.02, is_direct=False)] * 6
+    prober = PeerProber(
+        net.context, net.member(), lambda _, result: reported.append(result), ignore_loss, routes
+    )
+    target = member(net.member().public, 1)
+    prober.add_peer(target)
+    await net.until(lambda: reported)
+    routes.port = 2
+    prober.retry_peer(target.peer)
+    await net.until(lambda: ProbeResult(True) in reported)
+    await prober.close()
+    assert reported[:4] == [
+        ProbeResult(False),
+        ProbeResult(True, None, True),
+        ProbeResult(True, 0.02, True),
+        ProbeResult(True),
+    ]
+    assert [one[0].rpartition(":")[2] for one in tried[:8]] == ["1", "2", *["1"] * 6]
+
+
 class FakeRoutes:
     """A detour to every member, which leads to ``port``."""
 
@@ -284,7 +321,7 @@ async def test_a_peer_reached_by_a_relayed_route(net: Net, monkeypatch: pytest.M
             pass
         assert said == (target.peer, ProbeResult(True, None, True))
         assert await reported.get() == (target.peer, ProbeResult(True, 0.02, True, True))
-        # Once nothing comes back, all ways are tried again.
+        # Once nothing comes back, all ways are tried again, the relayed one first.
         assert await reported.get() == (target.peer, ProbeResult(True, None, True))
         await prober.close()
 
