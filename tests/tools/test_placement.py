@@ -1,5 +1,6 @@
 """molink's placement beside the exhaustive search, and that search beside plain enumeration."""
 
+from collections import Counter
 from itertools import pairwise, permutations
 
 import pytest
@@ -8,6 +9,7 @@ from molink.swarm.placement.partition import StageCosts, StageHost
 from tools.placement.__main__ import compare_placements, count_visits, ring_order
 from tools.placement.exhaustive import ExhaustiveSearch, RingCosts
 from tools.placement.swarm import Swarm, read_swarms
+from tools.placement.world import World, allocate_pipelines, simulate_ring
 
 SWARMS = list(read_swarms())
 
@@ -25,6 +27,29 @@ def test_placement_is_within_two_percent_of_the_best(swarm: Swarm) -> None:
 
 def test_there_are_twelve_swarms() -> None:
     assert len({swarm.name for swarm in SWARMS}) == 12
+
+
+def test_pairs_of_the_world_connect_by_their_nats() -> None:
+    world = World.read_file()
+    counts, share = Counter(world.ways.values()), world.description["share"]
+    behind = (1 - share["accepts"]) ** 2
+    assert counts.total() == 1000 * 999 / 2
+    assert counts["direct"] / counts.total() == pytest.approx(1 - behind, abs=0.05)
+    expected = share["punched"] * share["punches"] ** 2
+    assert counts["punched"] / counts.total() == pytest.approx(expected, abs=0.05)
+    relayed = next(pair for pair, way in world.ways.items() if way == "relayed")
+    there, back = world.latency(*relayed), world.latency(*relayed[::-1])
+    one, other = (world.regions[index] for index in relayed)
+    assert there == back > world.round_trips[one, other] / 2
+
+
+def test_world_of_forty_pcs_is_placed_and_simulated() -> None:
+    world = World({**World.read_file().description, "peers": 40})
+    rings, _, _ = allocate_pipelines(world, world.measure_links(), 2)
+    assert len(rings) == 2
+    report = simulate_ring(world, rings[0]).report
+    assert report.completed > 0
+    assert report.tpot_s.mean == pytest.approx(rings[0].round_trip_time, rel=0.2)
 
 
 def test_exhaustive_search_finds_the_best_of_all_rings() -> None:

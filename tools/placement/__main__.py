@@ -57,7 +57,8 @@ def compare_placements(swarm: Swarm) -> Comparison:
     search = ExhaustiveSearch(swarm.facts.layers, hosts, costs, MAX_STAGES)
     # A little longer than molink's, so that the best ring is found even if it is the same.
     best, _ = search.find_best(min(times) * 1.0001)
-    return Comparison(best, *times, seconds, known)
+    first, settled, of_known = times
+    return Comparison(best, first, settled, of_known, seconds, known)
 
 
 def ring_costs(swarm: Swarm) -> RingCosts:

@@ -2,20 +2,23 @@
 
 Each peer belongs to one deployment. A serving deployment keeps its peers. One that lacks room takes
 unused ones: models' first deployments before second ones, large models before small ones, and none
-takes more than it needs while another lacks some. The rest goes to the deployments with the least
+takes more than it needs while another lacks some. After its first peer it takes those with the
+shortest links to it for the bytes that they hold. The rest goes to the deployments with the least
 memory for their size. Devices of one PC go to the same deployment where possible, so that losing
 the PC breaks only one. Only a deployment that has lacked room for a while takes peers from serving
 ones, if those have room without them. Unused peers are then swapped so that near ones are together
 (:mod:`molink.swarm.placement.swap_search`). Pure functions: equal inputs give equal results.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations
 
 from molink.facts.memory_plan import usable_bytes as usable_bytes
+from molink.facts.ring_times import HANDLING_S
 from molink.swarm.controller.records import DesiredModel
 from molink.swarm.placement.links import Links
+from molink.swarm.placement.partition import StageHost
 from molink.swarm.placement.placement import (
     ASSUMED_RATE,
     MAX_STAGES,
@@ -59,9 +62,9 @@ def allocate_peers(
     ``offers`` are in joining order; ``previous`` is the last result. Without ``links`` only room
     counts.
     """
-    found = _PeerAllocation(demands, offers, previous)
+    found = _PeerAllocation(demands, offers, previous, links or Links())
     owners = found.allocate_peers()
-    return owners if links is None else found.improve_by_swaps(links)
+    return owners if links is None else found.improve_by_swaps()
 
 
 def fits_model(desired: DesiredModel, offers: Iterable[Candidate]) -> bool:
@@ -72,18 +75,22 @@ def fits_model(desired: DesiredModel, offers: Iterable[Candidate]) -> bool:
     if any(one.stage != "auto" for one in usable):
         found = place_model(desired.facts, usable, desired.setup)
         return isinstance(found, Placement)
-    layers = desired.facts.layers
-    hosts = [
-        build_host(desired.facts, replace(one, draft_bytes=0), desired.setup, ASSUMED_RATE)
-        for one in usable
-    ]
+    return _fits_hosts(desired.facts.layers, [_build_host(desired, one) for one in usable])
+
+
+def _build_host(desired: DesiredModel, offer: Candidate) -> StageHost:
+    """A peer's room for a model; speeds and draft models don't count."""
+    return build_host(desired.facts, replace(offer, draft_bytes=0), desired.setup, ASSUMED_RATE)
+
+
+def _fits_hosts(layers: int, hosts: Sequence[StageHost]) -> bool:
     if any(one.max_layers(opens=True, closes=True) >= layers for one in hosts):
         return True
     hosts = sorted(hosts, key=lambda one: -one.max_layers())[:MAX_STAGES]
     for first, last in permutations(hosts, 2) if layers > 1 else ():
         ends = first.max_layers(opens=True), last.max_layers(closes=True)
         rest = sum(max(0, one.max_layers()) for one in hosts if one not in (first, last))
-        if ends[0] >= desired.facts.first_layers and ends[1] >= 1 and sum(ends) + rest >= layers:
+        if ends[0] >= first.costs.first_layers and ends[1] >= 1 and sum(ends) + rest >= layers:
             return True
     return False
 
@@ -102,7 +109,11 @@ class _PeerAllocation:
         demands: Sequence[PeerDemand],
         offers: Iterable[Candidate],
         previous: Mapping[str, DeploymentKey],
+        links: Links,
     ) -> None:
+        self.links = links
+        #: Room for each model on each peer, as far as computed.
+        self.hosts: dict[tuple[str, str], StageHost] = {}
         self.demands = {demand.key: demand for demand in demands}
         self.candidates = {one.peer: one for one in offers}
         self.previous = previous
@@ -131,17 +142,20 @@ class _PeerAllocation:
             missing = demand.desired.target_stages - len(self.peers_of(demand))
             if missing > 0 and self.has_room(demand):
                 self.assign_peers(
-                    demand, self.order_peers(demand, self.free_peers(demand), -1)[:missing]
+                    demand, self.order_useful(demand, self.free_peers(demand))[:missing]
                 )
         self.assign_rest()
         return self.owners
 
-    def improve_by_swaps(self, links: Links) -> dict[str, DeploymentKey]:
+    def improve_by_swaps(self) -> dict[str, DeploymentKey]:
         """The same allocation with near peers together; used and promised peers stay."""
         used = frozenset[str]().union(*(demand.used_peers for demand in self.demands.values()))
         models = {demand.key: demand.desired for demand in self.demands.values()}
         exchange = SwapSearch(
-            models, self.candidates, links, lambda key, peer: self.may_use(self.demands[key], peer)
+            models,
+            self.candidates,
+            self.links,
+            lambda key, peer: self.may_use(self.demands[key], peer),
         )
         return exchange.improve_allocation(self.owners, self.candidates.keys() - used)
 
@@ -162,41 +176,60 @@ class _PeerAllocation:
         bound = self.pinned_to.get(peer)
         return bound == demand.key[0] or (bound is None and not demand.desired.pins)
 
-    def order_peers(
-        self, demand: PeerDemand, peers: Iterable[str], sign: int, more: Iterable[str] = ()
-    ) -> list[str]:
-        """Sort peers: previous ones first, then by memory, ascending (``sign`` 1) or descending
-        (-1).
+    def order_smallest(self, demand: PeerDemand, peers: Iterable[str]) -> list[str]:
+        """Sort peers by memory, among those that are equally preferred."""
+        preference = self.rank_peers(demand, ())
+        return sorted(peers, key=lambda peer: (preference(peer), self.candidates[peer].memory))
 
-        Before memory counts whose PC it is: its own (with ``more``), no deployment's, another's.
+    def order_useful(
+        self, demand: PeerDemand, peers: Iterable[str], more: Sequence[str] = ()
+    ) -> list[str]:
+        """Sort peers by the time of their link per byte that they hold, among equally preferred.
+
+        Links lead from the deployment's first peer, of which ``more`` are some. Without any, the
+        largest peers come first.
         """
+        preference = self.rank_peers(demand, more)
+        centre = next(iter((*self.peers_of(demand), *more)), None)
+
+        def cost(peer: str) -> float:
+            link = 0.0 if centre is None else self.links.latency_and_rate(centre, peer)[0]
+            return (link + HANDLING_S) / max(1, self.candidates[peer].memory)
+
+        return sorted(peers, key=lambda peer: (preference(peer), cost(peer)))
+
+    def rank_peers(
+        self, demand: PeerDemand, more: Iterable[str]
+    ) -> Callable[[str], tuple[bool, int]]:
+        """How much a deployment prefers a peer, the least first: previous ones, then by whose PC it
+        is: its own (with ``more``), no deployment's, another's."""
         own = {self.primary_peer(peer) for peer in (*self.peers_of(demand), *more)}
         used = {self.primary_peer(peer) for peer in self.owners}
 
-        def apart(peer: str) -> int:
-            return (
-                0
-                if self.primary_peer(peer) in own
-                else 1
-                if self.primary_peer(peer) not in used
-                else 2
-            )
+        def rank(peer: str) -> tuple[bool, int]:
+            pc = self.primary_peer(peer)
+            apart = 0 if pc in own else 2 if pc in used else 1
+            return self.previous.get(peer) != demand.key, apart
 
-        return sorted(
-            peers,
-            key=lambda peer: (
-                self.previous.get(peer) != demand.key,
-                apart(peer),
-                sign * self.candidates[peer].memory,
-            ),
-        )
+        return rank
 
     def primary_peer(self, peer: str) -> str:
         return self.candidates[peer].primary_peer or peer
 
     def has_room(self, demand: PeerDemand, *more: str, without: str = "") -> bool:
         peers = [peer for peer in (*self.peers_of(demand), *more) if peer != without]
-        return fits_model(demand.desired, [self.candidates[peer] for peer in peers])
+        offers = [self.candidates[peer] for peer in peers]
+        if demand.desired.pins or any(offer.stage != "auto" for offer in offers):
+            return fits_model(demand.desired, offers)
+        hosts = [self.build_host(demand, offer) for offer in offers]
+        return _fits_hosts(demand.desired.facts.layers, hosts)
+
+    def build_host(self, demand: PeerDemand, offer: Candidate) -> StageHost:
+        """A peer's room for the deployment's model."""
+        name = demand.key[0], offer.peer
+        if name not in self.hosts:
+            self.hosts[name] = _build_host(demand.desired, offer)
+        return self.hosts[name]
 
     def assign_peers(self, demand: PeerDemand, peers: Iterable[str]) -> None:
         self.owners.update(dict.fromkeys(peers, demand.key))
@@ -217,18 +250,18 @@ class _PeerAllocation:
                 self.owners[peer] = key
 
     def grow_deployment(self, demand: PeerDemand) -> bool:
-        """Take needed free peers: the smallest one that is enough, else the largest ones.
+        """Take needed free peers: the smallest one that is enough, else the most useful ones.
 
         Takes none if all of them are not enough.
         """
         free = self.free_peers(demand)
-        for peer in self.order_peers(demand, free, 1):
+        for peer in self.order_smallest(demand, free):
             if self.has_room(demand, peer):
                 self.assign_peers(demand, [peer])
                 return True
         taken: list[str] = []
         while free:
-            peer = self.order_peers(demand, free, -1, taken)[0]
+            peer = self.order_useful(demand, free, taken)[0]
             free.remove(peer)
             taken.append(peer)
             if self.has_room(demand, *taken):
@@ -242,7 +275,7 @@ class _PeerAllocation:
         self.assign_peers(demand, self.free_peers(demand))
         donors = [one for one in self.by_priority if one.key != demand.key and one.is_serving]
         for donor in sorted(donors, key=lambda one: -len(self.peers_of(one))):
-            for peer in self.order_peers(demand, self.peers_of(donor), 1):
+            for peer in self.order_smallest(demand, self.peers_of(donor)):
                 if not (self.may_use(demand, peer) and self.has_room(donor, without=peer)):
                     continue
                 self.owners[peer] = demand.key
@@ -263,27 +296,29 @@ class _PeerAllocation:
 
     def assign_rest(self) -> None:
         """Spread the remaining peers: they improve rings or replace lost peers."""
-        for peer in self.candidates:
-            if peer in self.owners:
-                continue
+        roomy = [demand for demand in self.by_priority if self.has_room(demand)]
+        members = {demand.key: self.peers_of(demand) for demand in roomy}
+        memory = {key: self.sum_memory(peers) for key, peers in members.items()}
+
+        def relative_memory(demand: PeerDemand) -> float:
+            return memory[demand.key] / max(1, demand.layer_bytes)
+
+        for peer in [peer for peer in self.candidates if peer not in self.owners]:
             able = [
                 demand
-                for demand in self.by_priority
-                if self.may_use(demand, peer)
-                and len(self.peers_of(demand)) < MAX_STAGES
-                and self.has_room(demand)
+                for demand in roomy
+                if self.may_use(demand, peer) and len(members[demand.key]) < MAX_STAGES
             ]
-            had = [demand for demand in able if demand.key == self.previous.get(peer)]
             if able:
-                pc = self.primary_peer(peer)
-                near = [
-                    demand for demand in able if pc in map(self.primary_peer, self.peers_of(demand))
+                pc, before = self.primary_peer(peer), self.previous.get(peer)
+                had = [demand for demand in able if demand.key == before]
+                same = [
+                    demand for demand in able if pc in map(self.primary_peer, members[demand.key])
                 ]
-                self.assign_peers(
-                    had[0] if had else min(near or able, key=self.relative_memory), [peer]
-                )
+                key = (had[0] if had else min(same or able, key=relative_memory)).key
+                self.owners[peer] = key
+                members[key].append(peer)
+                memory[key] += self.sum_memory([peer])
 
-    def relative_memory(self, demand: PeerDemand) -> float:
-        """Its memory relative to its size."""
-        memory = sum(self.candidates[peer].memory for peer in self.peers_of(demand))
-        return memory / max(1, demand.layer_bytes)
+    def sum_memory(self, peers: Iterable[str]) -> int:
+        return sum(self.candidates[peer].memory for peer in peers)

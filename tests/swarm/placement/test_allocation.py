@@ -1,4 +1,5 @@
 from dataclasses import replace
+from itertools import permutations
 
 import msgspec
 from hypothesis import given, settings
@@ -177,3 +178,15 @@ def test_replicas_use_separate_whole_pcs() -> None:
     # With a single PC, its devices are split all the same.
     both = [offer("a", 20), replace(offer("b", 20), primary_peer="a")]
     assert shares(allocate_peers([need(x), need(x, 1)], both, {})) == {"x": "a", "x2": "b"}
+
+
+def test_deployments_take_near_peers() -> None:
+    """PCs of ten places join in turns, and each deployment needs those of one place."""
+    where = {f"{number}{place}": place for number in range(3) for place in "abcdefghij"}
+    links = Links()
+    for one, other in permutations(where, 2):
+        links.record_measurement(one, other, 0.001 if where[one] == where[other] else 0.05, None)
+    needs = [need(model("m", 6), number) for number in range(10)]
+    found = allocate_peers(needs, [offer(name, 2.5) for name in where], {}, links)
+    rings = [{where[one] for one in where if found[one] == each.key} for each in needs]
+    assert sorted(map("".join, rings)) == list("abcdefghij")
