@@ -1,7 +1,7 @@
 """Builds one stage of a ring: the scheduler at stage 0, the ring itself, and both links.
 
-The worker, the simulator and the tests' virtual rings are all built here. Each brings its own
-environment: an event loop and sockets, or virtual time and a simulated network.
+The worker, the simulator and the tests' virtual rings all use it, each with its own environment: an
+event loop and sockets, or virtual time and a simulated network.
 """
 
 from collections.abc import Callable
@@ -34,9 +34,9 @@ from molink.scheduler.speculation.base import DraftSource
 from molink.scheduler.speculation.prompt_lookup import PromptLookup
 from molink.wire.messages.data_plane import MAX_MICRO_BATCHES, MAX_SLICES
 
-#: Requests that any scheduler may run; other stages don't know their scheduler's limit.
+#: Maximum requests that any scheduler may run; other stages don't know their scheduler's limit.
 MAX_REQUESTS = 1024
-#: Minimum bytes of rows that a stage buffers, even if its settings yield less.
+#: Minimum bytes of rows that a stage must buffer, even if its settings yield less.
 MIN_WAITING_BYTES = 256 << 20
 
 
@@ -44,8 +44,8 @@ MIN_WAITING_BYTES = 256 << 20
 class RingPlan:
     """Configuration of one stage of a ring for one epoch.
 
-    ``scheduler_limits`` bound what the scheduler may ask of any stage, and no request has more than
-    ``max_model_len`` tokens. ``profile`` and ``host_memory`` are those of this stage,
+    ``scheduler_limits`` bounds what the scheduler may ask of any stage, and no request has more
+    than ``max_model_len`` tokens. ``profile`` and ``host_memory`` describe this stage,
     ``link_policy`` is for its outgoing link, and ``previous_peer`` runs the previous stage.
     ``sub_chunk_policy`` overrides the policy that follows from ``cut_through`` and the profile.
     ``create_draft_source`` makes the draft source of a request.
@@ -67,7 +67,7 @@ class RingPlan:
 
     @property
     def scoreboard_limits(self) -> ScoreboardLimits:
-        """What a well-behaved scheduler and well-behaved stages never exceed here."""
+        """Limits that a well-behaved scheduler and other stages never exceed at this stage."""
         blocks, size = self.scheduler_limits.num_blocks, self.scheduler_limits.block_size
         return ScoreboardLimits(
             max_requests=MAX_REQUESTS + self._max_volumes * MAX_SLICES,
@@ -81,8 +81,8 @@ class RingPlan:
 
     @property
     def _max_bytes(self) -> int:
-        """Twice the bytes of rows that the previous stage should ever have this stage buffer."""
-        # Prefill-only chunks may add as many. Whether they do is up to the scheduler.
+        """Return twice the bytes of rows that the previous stage should make this stage buffer."""
+        # Prefill-only chunks may add as many, if the scheduler sends any.
         chunk = max(max_chunk_rows(self.scheduler_limits.max_num_batched_tokens), MAX_CHUNK_ROWS)
         count = max(self._max_micro_batches, 2 * self.shape.stages)
         rows = 2 * count * (chunk + MAX_SLICES)
@@ -94,20 +94,21 @@ class RingPlan:
 
     @property
     def _max_volumes(self) -> int:
-        """Decode and prefill volumes in flight. Prefill-only volumes may outnumber piggybacked
-        ones.
+        """Return the maximum decode and prefill volumes in flight.
+
+        Prefill-only volumes may outnumber piggybacked ones.
         """
         return self._max_micro_batches + MAX_MICRO_BATCHES
 
 
 @dataclass(frozen=True, slots=True)
 class LinkEnvironment:
-    """What surrounds a stage's two links.
+    """The environment of a stage's two links.
 
-    ``connect`` makes the connections to the next stage; ``server`` answers the previous one.
-    ``on_dead`` is called once with the reason why the next stage is dead. ``remembered`` is the
-    link's last known estimate, ``on_estimate`` gets each new one, and ``write_record`` gets lines
-    of a recording of the policy's decisions. ``keep_warm`` is as in :class:`OutLink`.
+    ``connect`` creates the connections to the next stage; ``server`` answers the previous one.
+    ``on_dead`` is called once, with the reason why the next stage counts as dead. ``remembered`` is
+    the link's last known estimate, ``on_estimate`` gets each new one, and ``write_record`` gets the
+    lines of a recording of the policy's decisions. ``keep_warm`` is as in :class:`OutLink`.
     """
 
     connect: Connect
@@ -122,12 +123,12 @@ class LinkEnvironment:
 
 @dataclass(frozen=True, slots=True)
 class StageEnvironment:
-    """What surrounds a stage.
+    """The environment of a stage.
 
-    ``create_receiver`` makes the scheduler's receiver at stage 0. Without ``link`` the ring has no
-    links of its own: it is a single stage, or the caller of :meth:`RingStage.start` passes the next
-    one. ``on_broken`` is as in :class:`Ring`. ``draft_model`` runs the draft model if the
-    scheduler's config has one. ``answer_lengths`` outlive the ring.
+    ``create_receiver`` creates the scheduler's receiver at stage 0. Without ``link`` the ring has
+    no links of its own: either it is a single stage, or the caller passes the next stage to
+    :meth:`RingStage.start`. ``on_broken`` is as in :class:`Ring`. ``draft_model`` runs the draft
+    model if the scheduler's config has one. ``answer_lengths`` outlive the ring.
     """
 
     timers: Timers
@@ -142,7 +143,7 @@ class StageEnvironment:
 
 @dataclass(frozen=True, slots=True)
 class RingStage:
-    """One stage's deciders, wired to each other. Only stage 0 has a scheduler."""
+    """One stage's connected deciders. Only stage 0 has a scheduler."""
 
     ring: Ring
     scheduler: Scheduler | None
@@ -150,7 +151,7 @@ class RingStage:
     incoming: InLink | None
 
     def start(self, next_stage: NextStage | None = None) -> None:
-        """Connect and start. Without a link, ``next_stage`` follows this stage, if any does."""
+        """Connect and start. Without a link, ``next_stage`` is the next stage, if any."""
         if self.outgoing is not None:
             self.outgoing.start()
         self.ring.open(self.outgoing or next_stage)

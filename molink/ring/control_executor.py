@@ -40,7 +40,7 @@ class ControlExecutor:
         self._forward = forward
 
     def apply_controls(self, controls: Sequence[CompletedControl]) -> None:
-        """Apply messages here and forward them."""
+        """Apply messages at this stage and forward them."""
         for control in controls:
             body = control.body
             match body:
@@ -70,7 +70,7 @@ class ControlExecutor:
                     self._forward(body, None)
 
     def _apply_or_forward(self, body: Grammar | History, data: object) -> None:
-        """Handle a grammar or token history (``i32``), which only the last stage needs."""
+        """Apply a grammar or token history (``i32``) at the last stage, forward it at others."""
         if not isinstance(data, bytes | bytearray | memoryview):
             return
         if not self._shape.is_last:

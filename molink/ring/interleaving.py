@@ -1,10 +1,10 @@
 """Decides when decode rows run between the layers of a chunk instead of in its pass.
 
-In one pass decode rows and a chunk read the weights once, but the decode rows wait for the chunk.
-Apart, they wait for a layer of it, and their own pass adds to the time of the chunk. So a chunk is
-interleaved where prompts queue, which makes chunks large (:mod:`molink.scheduler.chunk_size`), and
-once at most, with decode rows that prolong it by at most :data:`MAX_PROLONGED`. Other decode rows
-share a pass with the next chunk.
+In one fused pass, decode rows and a chunk read the weights once, but the decode rows wait for the
+whole chunk. Interleaved, they wait for only one layer of it, and their own pass prolongs the chunk.
+So chunks are interleaved if prompts queue, which makes chunks large
+(:mod:`molink.scheduler.chunk_size`). Each is interleaved at most once, with decode rows that
+prolong it by at most :data:`MAX_PROLONGED`. Other decode rows share a pass with the next chunk.
 """
 
 from molink.facts.profile import Profile
@@ -12,16 +12,16 @@ from molink.ring.scoreboard import StepRule
 from molink.ring.step import Step, StepInput
 from molink.wire.messages.data_plane import Volume
 
-#: Decode rows between its layers may take this share of a chunk's own time.
+#: Share of a chunk's own time that decode rows between its layers may take.
 MAX_PROLONGED = 0.2
 
 
 class Interleaving(StepRule):
-    """The rule of a stage with a profile; without interleaving, everything is fused."""
+    """Decides for a stage with a profile; without interleaving, everything is fused."""
 
     def __init__(self, profile: Profile) -> None:
         self._profile = profile
-        #: Whether a chunk runs, and the seconds that decode rows may take between its layers.
+        #: Whether a chunk runs, and the seconds that decode rows between its layers may take.
         self._runs_chunk = False
         self._allowed_s = 0.0
 

@@ -53,10 +53,10 @@ log = logging.getLogger(__name__)
 
 
 class ErrorGuard:
-    """Ends the stage on an unexpected error, which would otherwise leave a ``seq`` incomplete
-    forever.
+    """Ends the stage on an unexpected error, which could leave a ``seq`` incomplete forever.
 
-    Reentrant. A class rather than a generator, since it is entered several times per step.
+    It is reentrant, and a class rather than a generator for speed, since each step enters it
+    several times.
     """
 
     __slots__ = ("_on_broken",)
@@ -87,7 +87,7 @@ _SCOREBOARD_MESSAGES = ControlMessage | Volume
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RunningStep:
-    """A step that the executor runs."""
+    """A step that the executor is running."""
 
     step: Step
     predicted: StepTime
@@ -95,9 +95,9 @@ class RunningStep:
 
 @dataclass(frozen=True, slots=True)
 class RingConfig:
-    """What a stage is and how it works.
+    """Configuration of a stage.
 
-    ``profile`` has this stage's measured step times, ``profiles`` those of all stages.
+    ``profile`` has this stage's measured step times, ``profiles`` has those of all stages.
     ``sub_chunk_policy`` decides how many prefill rows are computed and sent at once while more are
     arriving. ``host_memory`` is this stage's host memory for KV.
     """
@@ -113,10 +113,11 @@ class RingConfig:
 class Ring:
     """Connects one stage's deciders: scoreboard, scheduler (at stage 0), executor, outgoing link.
 
-    It has no clock, threads or sockets. ``clock`` returns seconds. All methods run on one thread,
-    on which ``executor`` reports, so a simulation can run it in virtual time. One step runs at a
-    time, and beside a step of prefill rows one of decode rows, where the stage interleaves them
-    (:mod:`molink.ring.interleaving`). ``run_pending`` does all that is possible after each event.
+    It has no clock, threads or sockets of its own, so a simulation can run it in virtual time.
+    ``clock`` returns seconds. All methods run on one thread, on which ``executor`` reports. One
+    step runs at a time. If the stage interleaves (:mod:`molink.ring.interleaving`), a step of
+    decode rows may run during a step of prefill rows. After each event, ``run_pending`` does
+    everything that is possible.
     """
 
     def __init__(
@@ -130,8 +131,8 @@ class Ring:
     ) -> None:
         """``bridge`` connects to the scheduler, at stage 0 only.
 
-        ``on_broken`` is called once if this stage can't continue: after an internal error that
-        loses a ``seq``, or after repeated failed steps.
+        ``on_broken`` is called once if this stage can't continue, after an internal error that
+        loses a ``seq`` or after repeated failed steps.
         """
         self._shape = shape = config.shape
         self._clock = clock
@@ -139,7 +140,7 @@ class Ring:
         self._bridge = bridge
         self._next_stage: NextStage | None = None
         self._requests = requests
-        #: The running step, and one of decode rows between its layers.
+        #: The running step, and the step of decode rows that runs between its layers.
         self._running: list[RunningStep] = []
         self._interleaving = Interleaving(config.profile)
         self._closed = False
@@ -159,12 +160,12 @@ class Ring:
         self._controls = ControlExecutor(
             shape, requests, executor, self._round_trips.on_request_finished, self._forward
         )
-        #: Maximum seconds that the running steps should take; 0 between steps.
+        #: Maximum expected seconds of the running steps; 0 between steps.
         self.predicted_s = 0.0
         self._step_began_at = 0.0
 
     def open(self, next_stage: NextStage | None) -> None:
-        """Start. Without a ``next_stage`` this stage is the whole ring."""
+        """Start the epoch. Without a ``next_stage`` this stage is the whole ring."""
         self._next_stage = next_stage
         if self._host_memory.blocks:
             self._forward(self._measurements.host_memories.make_report(self._host_memory))
@@ -172,7 +173,7 @@ class Ring:
         self.run_pending()
 
     def close(self) -> None:
-        """End the epoch and ignore results of the running step."""
+        """End the epoch, and ignore the result of the running step."""
         self._closed = True
         if self._bridge is not None:
             self._bridge.receiver.close()
@@ -192,7 +193,7 @@ class Ring:
             self._run_pending()
 
     def run_pending(self) -> None:
-        """Do what is possible now: feed batches, forward controls, start a step."""
+        """Do everything possible now: feed batches, forward controls, start a step."""
         with self._error_guard:
             self._run_pending()
 
@@ -240,15 +241,16 @@ class Ring:
 
     @property
     def _accepts_step(self) -> bool:
-        """Whether a step can start: none runs, or one of prefill rows that others interleave."""
+        """Whether a step can start: none runs, or one of prefill rows that can be interleaved."""
         if not self._running:
             return True
         is_chunk = len(self._running) == 1 and self._running[0].step.decode is None
         return self._interleaving.is_possible and is_chunk
 
     def _next_step(self, now: float) -> Step | None:
-        """The next runnable step. Volumes that can never run become tombstones, which may unblock
-        others.
+        """Return the next runnable step.
+
+        Volumes that can never run become tombstones, which may unblock others.
         """
         while True:
             step = self.scoreboard.next_step(now, self._interleaving)
@@ -287,7 +289,7 @@ class Ring:
     def on_link_measured(self, facts: LinkFacts, now: float) -> None:
         """Report this stage's outgoing link to the other stages if it has changed."""
         if facts == self._measurements.links.settled:
-            return  # the common case
+            return  # the usual case
         with self._error_guard:
             report = self._measurements.links.make_report(facts, now)
             if report is not None and not self._closed:
@@ -296,7 +298,7 @@ class Ring:
 
     @property
     def links(self) -> tuple[LinkFacts, ...]:
-        """The known link of each stage to its next one."""
+        """The known links, each from a stage to the next."""
         return tuple(self._measurements.times.links)
 
     def _update_times(self) -> None:
@@ -343,7 +345,8 @@ class Ring:
         if failures.is_exhausted or (done.error and not done.outputs):
             self._fail(f"{failures.failures} consecutive steps failed: {done.error}")
             return
-        # One by one: a request that waits for the decode rows need not wait for the prefill rows.
+        # Outputs are sent one by one: a request that waits for decode rows need not wait for
+        # prefill rows.
         for result in done.outputs:
             self._send_output(step, result, now)
             self._controls.apply_controls(
@@ -372,7 +375,7 @@ class Ring:
             self._send_rows(self._next_stage, step_input, result.rows)
 
     def _send_rows(self, next_stage: NextStage, step_input: StepInput, rows: Buffer) -> None:
-        """Send rows. The first input of a volume carries the header of all of its rows."""
+        """Send rows; the first input of a volume carries the header for all its rows."""
         header = step_input.full_volume
         if step_input.first_row:
             next_stage.send_more_rows(header.seq, rows)
@@ -384,23 +387,26 @@ class Ring:
 
     @property
     def num_strays(self) -> int:
-        """Messages that are invalid at this stage, and token ids outside the vocabulary."""
+        """Number of messages invalid at this stage, and of token ids outside the vocabulary."""
         return self._num_strays + (self._bridge.num_invalid_ids if self._bridge is not None else 0)
 
     @property
     def num_requests(self) -> int:
-        """Live requests at this stage."""
+        """Number of live requests at this stage."""
         return len(self._requests)
 
     @property
     def is_stuck(self) -> bool:
-        """Whether the running step has taken as long as counts as death on a link."""
+        """Whether the running step has taken so long that its neighbours would count it as dead."""
         running_s = self._clock() - self._step_began_at
         return bool(self._running) and running_s >= timeout_for(self.predicted_s)
 
     @property
     def progress(self) -> StageProgress:
-        """Progress for the neighbours. Work that a full link blocks doesn't count as queued."""
+        """Progress that is reported to the neighbours.
+
+        Work that a full link blocks doesn't count as queued.
+        """
         queued = self.scoreboard.num_queued
         if (
             queued

@@ -11,9 +11,9 @@ from molink.facts.ring_times import LinkFacts, RingTimes
 from molink.ring.stage import StageShape
 from molink.wire.messages.data_plane import HostMemoryReport, LinkReport, SlowdownReport, Volume
 
-#: Average seconds between two forwarded reports of one stage.
+#: Minimum average seconds between two forwarded reports of one stage.
 MIN_INTERVAL = 0.2
-#: Reports of one stage that may arrive at once, for example after a cut.
+#: Reports of one stage that may arrive together, for example after a network outage.
 MAX_BURST = 32
 
 
@@ -24,7 +24,7 @@ class ReportForwarder:
         self._stage = stage
         self._stages = stages
         self._next = (stage + 1) % stages
-        #: By stage: the time up to which its reports, one each :data:`MIN_INTERVAL`, are used up.
+        #: By stage, the time up to which its quota of one report per :data:`MIN_INTERVAL` is used.
         self._due_at = [-math.inf] * stages
 
     def should_forward(self, stage: int, now: float) -> bool:
@@ -42,7 +42,7 @@ class ReportForwarder:
 
 @dataclass(frozen=True, slots=True)
 class HostMemory:
-    """Host memory of a stage: KV blocks that fit, and seconds to copy one block one way."""
+    """A stage's host memory: KV blocks that fit, and seconds to copy one block one way."""
 
     blocks: int = 0
     block_s: float = 0.0
@@ -72,7 +72,7 @@ class HostMemoryReports(ReportForwarder):
 
     @property
     def common_memory(self) -> HostMemory:
-        """What every stage has; nothing until all stages have reported."""
+        """The host memory that every stage has; nothing until all stages have reported."""
         rooms = self._stages_memory.values()
         if len(rooms) < self._stages:
             return NO_HOST_MEMORY
@@ -83,10 +83,10 @@ class HostMemoryReports(ReportForwarder):
 
 #: Seconds between two reports of a link; an urgent change waits only :data:`MIN_INTERVAL`.
 REPORT_INTERVAL = 1.0
-#: Relative changes that are worth a report, and an urgent one.
+#: Relative changes that are worth a report, and an urgent report.
 _NOTICEABLE = 0.02
 _URGENT = 0.1
-#: Lowest valid rate in bytes/s; below it, transfer times are meaningless.
+#: Minimum valid rate in bytes/s; below it, transfer times are meaningless.
 _MIN_RATE = 1.0
 
 
@@ -107,7 +107,7 @@ class LinkReports(ReportForwarder):
         self.settled: LinkFacts | None = None
 
     def make_report(self, facts: LinkFacts, now: float) -> LinkReport | None:
-        """Record this stage's link; returns a report for the next stage if one is due."""
+        """Record this stage's link; return a report for the next stage if one is due."""
         if len(self.links) == 1 or facts == self.settled:
             return None
         self.settled = None
@@ -155,13 +155,13 @@ def _relative_change(one: float, other: float) -> float:
     return abs(one - other) / other if other else math.inf
 
 
-#: Steps are compared in lots of this many seconds, or of one longer step.
+#: Steps are compared in groups of this many seconds, or of one longer step.
 LOT_SECONDS = 0.5
-#: The median of this many lots counts, so that spikes of up to two seconds are ignored.
+#: Number of groups whose median counts, so that spikes of up to two seconds are ignored.
 NUM_LOTS = 9
-#: A slowdown that was last measured this long ago, in seconds, may have ended.
+#: Seconds after which a slowdown that was not measured again may have ended.
 SLOWDOWN_VALIDITY = NUM_LOTS * LOT_SECONDS
-#: A relative change of this size is reported.
+#: Relative change that is worth a report.
 REPORT_THRESHOLD = 0.2
 
 
@@ -172,7 +172,7 @@ class StepSlowdown:
         #: The last reported slowdown; 1 means as profiled.
         self.reported = 1.0
         self._lots: deque[float] = deque(maxlen=NUM_LOTS)
-        #: Current lot: its start, actual seconds and expected seconds of its steps.
+        #: Current group: its start, and the actual and the expected seconds of its steps.
         self._began = -math.inf
         self._seconds = self._expected = 0.0
 
@@ -182,15 +182,16 @@ class StepSlowdown:
         return len(self._lots) == NUM_LOTS
 
     def valid_slowdown(self, now: float) -> float:
-        """The reported slowdown; 0 if unknown, or above 1 and not measured lately.
+        """The reported slowdown; 0 if unknown, or if above 1 and not measured lately.
 
-        Below 1 the profile was measured on a busy PC, and stays wrong.
+        A slowdown below 1 stays valid: the profile was measured on a busy PC and is permanently
+        wrong.
         """
         is_valid = self.reported < 1 or now - self._began <= SLOWDOWN_VALIDITY
         return self.reported if self.is_known and is_valid else 0.0
 
     def add_step(self, seconds: float, expected: float, now: float) -> bool:
-        """Record a step; returns whether the slowdown changed noticeably. Times in seconds."""
+        """Record a step, in seconds; return whether the slowdown changed noticeably."""
         self._seconds += seconds
         self._expected += expected
         if now - self._began < LOT_SECONDS:
@@ -208,11 +209,13 @@ class StepSlowdown:
 
 
 class SlowdownMeter:
-    """Measures by how much a stage's steps are slower than its profile.
+    """Measures how much slower a stage's steps are than its profile.
 
-    A game, a hot laptop or a profile that was measured under load make steps slower, and ``K`` and
-    the chunk sizes adapt. Decode and prefill are measured separately. Only steps of a single kind
-    within the profile's measured sizes count; its other predictions are rough.
+    ``K`` and chunk sizes adapt to it.
+
+    Causes are a game, a hot laptop, or a profile that was measured under load. Decode and prefill
+    are measured separately. Only steps of a single kind, of sizes that the profile covers, count;
+    other predictions are rough.
     """
 
     def __init__(self, profile: Profile) -> None:
@@ -281,7 +284,7 @@ class RingMeasurements:
     """All reports of a ring as one stage knows them."""
 
     def __init__(self, shape: StageShape, profiles: Sequence[Profile]) -> None:
-        """``profiles`` are those of all stages, measured at load time; empty if unknown."""
+        """``profiles`` has the profiles of all stages, measured at load time; empty if unknown."""
         self._row_bytes = shape.row_bytes
         self._profiles = tuple(profiles)
         self.links = LinkReports(shape.index, shape.stages)
@@ -311,7 +314,7 @@ class RingMeasurements:
 
     @property
     def host_memory(self) -> HostMemory:
-        """Host memory that every stage has."""
+        """The host memory that every stage has."""
         return self.host_memories.common_memory
 
     @property

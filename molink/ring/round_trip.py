@@ -8,9 +8,10 @@ from molink.wire.messages.data_plane import Volume
 
 #: Weight of a round trip in the running mean of the slowdown.
 SMOOTHING = 0.2
-#: Upper bound of a round trip as a multiple of the floor; a request may have waited elsewhere.
+#: Upper bound of a counted round trip as a multiple of the floor; beyond it a request has waited
+#: elsewhere.
 MAX_SLOWDOWN = 4.0
-#: Rows that are late by this share of their round trip are no longer expected.
+#: Share of their round trip by which rows may be late before they are no longer expected.
 OVERDUE = 0.5
 
 
@@ -25,12 +26,12 @@ class _Expected:
 
     @property
     def overdue_at(self) -> float:
-        """The time from which the rows are no longer awaited."""
+        """The time after which the rows are no longer awaited."""
         return self.due_at + OVERDUE * (self.due_at - self.finished_at)
 
     @property
     def expires_at(self) -> float:
-        """The time at which the rows are dropped; until then their return measures a round trip."""
+        """The time at which the rows are dropped; their return before measures a round trip."""
         return self.finished_at + (1 + OVERDUE) * MAX_SLOWDOWN * self.floor
 
 
@@ -38,12 +39,12 @@ class RoundTripClock:
     """Remembers when each decode volume finished; its requests return one round trip later.
 
     The paper's ``t_p + T_o + T_m`` predicts when the first batch of the latest iteration finishes
-    here again, in a ring without waiting. This clock multiplies it by the recent slowdown of round
-    trips and predicts the volume that is due first.
+    here again, in a ring without waiting. This clock multiplies the round trip by its recent
+    slowdown, and predicts the volume that is due first.
     """
 
     def __init__(self, times: RingTimes) -> None:
-        #: Round-trip floor by profiles and links. Replaced when these are measured.
+        #: Minimum round trip by profiles and links; replaced when these are measured.
         self.times = times
         self._by_request: dict[int, _Expected] = {}
         #: Volumes with outstanding requests, in order of completion.
@@ -57,7 +58,7 @@ class RoundTripClock:
             Seconds until the next decode rows should finish; 0 if they are late, ``None`` if
             unknown.
         """
-        # Lookahead rows don't follow the rows before them by a round trip.
+        # Lookahead rows follow the rows before them in less than a round trip.
         requests = {
             request_slice.request
             for request_slice in volume.slices

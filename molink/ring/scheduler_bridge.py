@@ -1,4 +1,4 @@
-"""Connects the scheduler to stage 0, and collects what the last stage samples."""
+"""Connects the scheduler to stage 0, and collects the last stage's samples."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
@@ -25,12 +25,13 @@ from molink.wire.messages.data_plane import (
     TopLogprobs,
 )
 
-#: Alternatives and rows that wait for their ``SamplerOutput``; bound a misbehaving last stage.
+#: Maximum alternatives and rows that wait for their ``SamplerOutput``, in case the last stage
+#: misbehaves.
 MAX_TOPS, MAX_POOLED = 4096, 512
-#: What the last stage tells the scheduler.
+#: Messages from the last stage to the scheduler.
 LastStageMessage = SamplerOutput | TopLogprobs | PooledRow | Release | Tombstone
 #: Maximum bytes of ids in a ``SamplerOutput``'s header, and bytes of each sampled id, failed
-#: request, request with drafts, and draft; probabilities take one each and one more.
+#: request, request with drafts, and draft. Probabilities take one byte each, and one more.
 _BUDGET_BYTES, _SAMPLED_ID_BYTES, _FAILED_BYTES, _HINT_BYTES, _ID_BYTES = 4000, 25, 5, 7, 5
 #: Drafts of the last stage for a request.
 _Hint = ForcedTokens | MtpDrafts
@@ -66,10 +67,10 @@ class SchedulerBridge:
         self.num_invalid_ids = 0
 
     def feed_batch(self, scoreboard: Scoreboard, now: float) -> bool:
-        """Give stage 0 the next micro-batch if it is idle; returns whether there was one.
+        """Give stage 0 the next micro-batch if it is idle; return whether there was one.
 
-        While only started prefill volumes are queued, decode rows are fed too and run with each
-        sub-chunk.
+        Decode rows are also fed while only started prefill volumes are queued; they run together
+        with the sub-chunks.
         """
         if scoreboard.num_queued == 0:
             batch = self.scheduler.next_batch(now)
@@ -84,9 +85,7 @@ class SchedulerBridge:
         return batch is not None
 
     def request_drafts(self, on_done: Callable[[], None]) -> None:
-        """Pass the scheduler's next draft batch to the draft model; ``on_done`` follows its
-        results.
-        """
+        """Pass the scheduler's next draft batch to the model; ``on_done`` follows its results."""
         batch = None if self._draft_model is None else self.scheduler.pop_draft_batch()
         if self._draft_model is None or batch is None:
             return
@@ -123,7 +122,7 @@ class SchedulerBridge:
                     del self._reports[key]
 
     def _drop_invalid_ids(self, output: SamplerOutput) -> SamplerOutput:
-        """Drop ids outside the vocabulary, which would fail all requests of a later step."""
+        """Drop ids outside the vocabulary, which would make all requests of a later step fail."""
         sampled_ids = tuple(each for each in output.sampled if each.token < self._vocabulary)
         forced = tuple(each for each in output.forced if max(each.tokens) < self._vocabulary)
         mtp_drafts = tuple(
@@ -179,12 +178,12 @@ class SampleCollector:
         return [*result.tops, output]
 
     def __len__(self) -> int:
-        """Volumes with more sub-chunks to come."""
+        """Number of volumes with sub-chunks still to come."""
         return len(self._sampled)
 
 
 def _fit_hints(hints: Sequence[_Hint], sampled: int, failed: int) -> list[_Hint]:
-    """The first hints that fit the header along with ``sampled`` and ``failed`` entries.
+    """Return the first hints that fit the header together with ``sampled`` and ``failed`` entries.
 
     They must also fit a volume, with one row before each.
     """

@@ -5,9 +5,9 @@ interleaving; each channel keeps its order. Sequence numbers (``seq``) say which
 before which. At one stage a ``seq`` is *complete*
 
 - of an ``Admit``, ``Grammar``, ``History``, ``PromptImages``, ``BlockTable``, ``SwapOut`` or
-  ``SwapIn``: on arrival. They share a channel and arrive in order of issue. Swaps copy in this
-  order, before any step that is taken later.
-- of a ``Volume``: when all of its rows have run, or as soon as none is left to run.
+  ``SwapIn``: on arrival. They share a channel and arrive in order of issue. Swaps are copied in
+  this order, before any step that is taken later.
+- of a ``Volume``: when all its rows have run, or as soon as none are left to run.
 - of a ``Tombstone``: on arrival. An earlier stage completed that volume without running it.
 - of a ``Release``: when ``after_seq`` and all ``pending_seqs`` are complete.
 
@@ -38,11 +38,11 @@ is finished.
 **Sharing.** Rows may read or copy blocks that another request writes if their ``after_seq`` covers
 those writes and the writer is not released before they have come back, since dropped rows write
 nothing. The prefix cache only holds blocks that had come back when it admits the reader, so
-``after_seq`` need not cover these.
+``after_seq`` need not cover those writes.
 
 **Misbehaviour** of other stages is counted and logged and never blocks this stage. An invalid
 message becomes a tombstone: its ``seq`` completes here and downstream, and the scheduler, which
-knows what it sent, fails the requests concerned. These are invalid:
+knows what it sent, fails the affected requests. These are invalid:
 
 - volumes with an ``after_seq`` not below their own ``seq``, with a request twice, or with drafts
   that can't be sampled or reported;
@@ -96,7 +96,7 @@ from molink.wire.messages.data_plane import (
 
 
 class StepRule:
-    """Which rows may run together; this one allows all."""
+    """Decides which rows may run together; the base class allows all."""
 
     def allows(self, decode: StepInput | None, volume: Volume, count: int) -> bool:
         """Whether ``count`` rows of ``volume`` may run now, in the pass of ``decode`` if given."""
@@ -107,7 +107,7 @@ FUSE_ALL = StepRule()
 
 
 class PendingReleases:
-    """Releases that a stage can't complete yet, each with the numbers that it waits for."""
+    """Releases that a stage can't complete yet, each with the numbers for which it waits."""
 
     def __init__(self, complete: SeqSet) -> None:
         """``complete`` is the stage's set of complete numbers; the scoreboard adds to it."""
@@ -140,7 +140,7 @@ class PendingReleases:
                     found = True
 
     def find_problems(self) -> Iterator[str]:
-        """Broken invariants."""
+        """List broken invariants."""
         for seq, (_, missing) in self._waiting.items():
             if seq in self._complete:
                 yield f"release {seq} is complete but still pending"
@@ -150,12 +150,14 @@ class PendingReleases:
 
 @dataclass(frozen=True, slots=True)
 class ScoreboardLimits:
-    """What a well-behaved ring never exceeds; beyond it a step would fail or memory run out.
+    """Limits that a well-behaved ring never exceeds.
 
-    ``max_requests`` counts requests that are admitted and not released, ``waiting_bytes`` rows of
-    volumes that have arrived at least in part and are not fully taken. ``max_model_len`` (tokens)
-    and ``max_table_blocks`` are per request. The KV pool has ``blocks`` of ``block_size`` tokens,
-    host memory ``host_blocks``.
+    Beyond them a step would fail or memory run out.
+
+    ``max_requests`` counts requests that are admitted and not released. ``waiting_bytes`` counts
+    rows of volumes that have arrived, at least in part, and are not fully taken. ``max_model_len``
+    (tokens) and ``max_table_blocks`` are per request. The KV pool has ``blocks`` of ``block_size``
+    tokens, host memory ``host_blocks``.
     """
 
     max_requests: int = 1 << 16
@@ -168,7 +170,7 @@ class ScoreboardLimits:
 
 
 def has_valid_drafts(volume: Volume) -> bool:
-    """Whether all drafts are of sampled decode rows and fit one ``SamplerOutput``.
+    """Whether all drafts belong to sampled decode rows and fit one ``SamplerOutput``.
 
     A slice may consist of drafts only (lookahead).
     """
@@ -187,7 +189,8 @@ def has_valid_drafts(volume: Volume) -> bool:
 class TrackedRequest:
     """A live request.
 
-    ``last_seq`` is that of the latest volume with taken rows of it; 0 if there is none.
+    ``last_seq`` is the ``seq`` of the latest volume with taken rows of the request; 0 if there is
+    none.
     """
 
     num_ids: int = 0
@@ -195,9 +198,9 @@ class TrackedRequest:
     last_seq: int = 0
     has_grammar: bool = False
     has_images: bool = False
-    #: Images whose rows run in one step.
+    #: Images whose rows must run in one step.
     whole_images: tuple[ImageSpan, ...] = ()
-    #: Whether a rejected message left its blocks without data: none of its rows can run.
+    #: Whether a rejected message left its blocks without data, so that none of its rows can run.
     is_broken: bool = False
 
     def add_ids(self, history: History, limits: ScoreboardLimits) -> bool:
@@ -233,7 +236,7 @@ class TrackedRequest:
         return True
 
     def add_blocks(self, blocks: Sequence[int], limits: ScoreboardLimits) -> bool:
-        """Count the first blocks of its table; ``False`` if they are late or invalid."""
+        """Count the first blocks of the request's table; ``False`` if they are late or invalid."""
         end = self.num_blocks + len(blocks)
         proper = len(blocks) and min(blocks) >= 0 and max(blocks) < limits.blocks
         if not proper or self.last_seq or end > limits.max_table_blocks:
@@ -242,7 +245,7 @@ class TrackedRequest:
         return True
 
     def can_run(self, request_slice: RequestSlice, limits: ScoreboardLimits) -> bool:
-        """Whether its table, with the new blocks of the slice, holds all rows of the slice."""
+        """Whether the request's table, with the slice's new blocks, holds all rows of the slice."""
         if (
             any(block >= limits.blocks for block in request_slice.blocks)
             or request_slice.copy_from_block >= limits.blocks
@@ -267,10 +270,10 @@ class TrackedRequest:
 
 
 class TrackedRequests:
-    """All live requests: admitted and not released.
+    """All live requests: those admitted and not released. Nothing is kept of other requests.
 
-    Nothing is kept of others. Request ids rise with admission, so an id up to the highest one that
-    isn't live is finished.
+    Request ids rise with admission, so an id at or below the highest one that isn't live is
+    finished.
     """
 
     def __init__(self, limits: ScoreboardLimits, complete: SeqSet) -> None:
@@ -284,20 +287,20 @@ class TrackedRequests:
         return len(self._live)
 
     def get_request(self, request: int) -> TrackedRequest | None:
-        """The live request of that id."""
+        """Return the live request of this id."""
         return self._live.get(request)
 
     def find_whole_images(self, request: int) -> Sequence[ImageSpan]:
-        """Images of the request whose rows run in one step."""
+        """Return the request's images whose rows must run in one step."""
         known = self._live.get(request)
         return () if known is None else known.whole_images
 
     def is_new(self, request: int) -> bool:
-        """Whether it can still be admitted."""
+        """Whether the request can still be admitted."""
         return request > self._highest_id
 
     def is_finished(self, request: int) -> bool:
-        """Whether it was released or can't be admitted any more."""
+        """Whether the request was released or can no longer be admitted."""
         return request <= self._highest_id and request not in self._live
 
     def admit_request(self, request: int) -> None:
@@ -306,13 +309,15 @@ class TrackedRequests:
         self._live[request] = TrackedRequest()
 
     def release_request(self, request: int) -> None:
-        """Stop tracking a request. It can't be admitted afterwards, which would release it too
-        early."""
+        """Stop tracking a request.
+
+        It can't be admitted afterwards; otherwise it would be released too early.
+        """
         self._highest_id = max(self._highest_id, request)
         self._live.pop(request, None)
 
     def can_run(self, request_slice: RequestSlice) -> bool:
-        """Whether these rows can be computed once every number they depend on is complete."""
+        """Whether these rows can be computed once every ``seq`` that they depend on is complete."""
         known = self._live.get(request_slice.request)
         if known is None or known.last_seq not in self._complete:
             return False
@@ -323,7 +328,7 @@ class TrackedRequests:
         self._live[request_slice.request].start_rows(request_slice, seq)
 
     def find_problems(self) -> Iterator[str]:
-        """Broken invariants."""
+        """List broken invariants."""
         if any(request > self._highest_id for request in self._live):
             yield "a request is live that was never admitted"
 
@@ -344,7 +349,7 @@ class HostBlockLedger:
         return True
 
     def drain_blocks(self, swap_out_seq: int, hosts: Sequence[int]) -> bool:
-        """Record that the data of that ``SwapOut`` is copied back; ``False`` if it isn't there."""
+        """Record that the data of a ``SwapOut`` is copied back; ``False`` if it isn't there."""
         if not are_distinct(hosts, self._blocks):
             return False
         if any(self._filled.get(host) != swap_out_seq for host in hosts):
@@ -360,11 +365,11 @@ def are_distinct(blocks: Sequence[int], total: int) -> bool:
     return within and len(set(blocks)) == len(blocks)
 
 
-#: A ``seq`` further above the watermark is invalid; the scheduler keeps to half of it.
+#: Maximum distance of a valid ``seq`` above the watermark; the scheduler uses at most half of it.
 MAX_SEQ_SPAN = 1 << 16
-#: Counters of cancelled requests and resent messages, which are not misbehaviour.
+#: Counters of effects of cancelled requests and resent messages, which are not misbehaviour.
 _HARMLESS = ("dropped_slices", "dropped_volumes", "duplicates")
-#: Volumes that may wait; the scheduler has at most 128 in flight.
+#: Maximum waiting volumes; the scheduler has at most 128 in flight.
 MAX_WAITING_VOLUMES = 1024
 
 
@@ -377,7 +382,7 @@ class Scoreboard:
         """Without ``sub_chunk_policy`` prefill volumes run whole."""
         self._limits = limits or ScoreboardLimits()
         self.counters: Counter[str] = Counter()
-        #: Progress of the compute thread. It rises with every sub-chunk that has run and is at
+        #: Progress of the compute thread. It rises with every sub-chunk that has run, and is at
         #: least the ``seq`` of each completed volume.
         self.last_completed_seq = 0
         self._complete = SeqSet()
@@ -392,10 +397,10 @@ class Scoreboard:
     def on_message(
         self, body: ControlMessage | Volume, data: object, now: float, rows: int | None = None
     ) -> None:
-        """Handle a message; ``data`` is kept with it and handed out again.
+        """Handle a message; ``data`` is kept with it and returned later.
 
         ``rows`` of a volume have arrived (``None``: all); ``data`` has room for all. Call
-        ``complete_volumes((), now)`` afterwards, since controls may be complete.
+        ``complete_volumes((), now)`` afterwards, since controls may now be complete.
         """
         if not self._is_new(body.seq, now):
             return
@@ -433,9 +438,9 @@ class Scoreboard:
             self._count_event("bad_parts", seq, now)
 
     def next_step(self, now: float, rule: StepRule = FUSE_ALL) -> Step | None:
-        """Take what can run now and ``rule`` allows, lowest ``seq`` first; ``None`` if nothing can.
+        """Take the step that can run now and that ``rule`` allows; ``None`` if there is none.
 
-        A second call before ``complete_volumes`` takes further work.
+        The lowest ``seq`` is first. A second call before ``complete_volumes`` takes further work.
         """
         if not self._volumes:
             return None
@@ -449,10 +454,10 @@ class Scoreboard:
         return work
 
     def complete_volumes(self, seqs: Sequence[int], now: float) -> list[CompletedControl]:
-        """Record that the taken rows of volumes ``seqs`` have run; returns the controls to forward.
+        """Record that the taken rows of volumes ``seqs`` have run; return the controls to forward.
 
         Raises:
-            InvariantError: nothing was taken of one of them.
+            InvariantError: no rows of one of them were taken.
         """
         for seq in seqs:
             self._complete_sub_chunk(seq, now)
@@ -465,7 +470,7 @@ class Scoreboard:
 
     @property
     def num_queued(self) -> int:
-        """Volumes that wait for or occupy the compute thread."""
+        """Number of volumes that wait for or occupy the compute thread."""
         return self._volumes.num_queued
 
     @property
@@ -480,7 +485,7 @@ class Scoreboard:
 
     @property
     def num_refused(self) -> int:
-        """Invalid or excess messages of other stages."""
+        """Number of invalid or excess messages from other stages."""
         return self.counters.total() - sum(self.counters[what] for what in _HARMLESS)
 
     def validate(self) -> None:
@@ -619,8 +624,9 @@ class Scoreboard:
         self._completed.append(CompletedControl(body, data))
 
     def _refuse(self, seq: int, what: str, now: float) -> None:
-        """Replace an invalid message by a tombstone: it completes without effect, here and
-        downstream.
+        """Replace an invalid message by a tombstone.
+
+        It then completes without effect, here and downstream.
         """
         self._count_event(what, seq, now)
         self._complete_control(Tombstone(seq), None)
@@ -637,7 +643,7 @@ class Scoreboard:
     def _next_input(
         self, now: float, rule: StepRule, decode: StepInput | None, *, prefill: bool
     ) -> StepInput | None:
-        """The next sub-chunk of that kind, together with ``decode`` rows."""
+        """Take the next sub-chunk of a kind, together with ``decode`` rows."""
         piggybacked = 0 if decode is None else decode.volume.count
         for waiting in self._volumes:
             if waiting.volume.prefill is not prefill:

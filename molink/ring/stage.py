@@ -44,19 +44,19 @@ class StageShape:
 
 
 class StageRequests(Protocol):
-    """What a stage knows of each live request; ``RequestTable`` of the worker implements it."""
+    """A stage's knowledge about live requests; implemented by the worker's ``RequestTable``."""
 
     def admit_request(self, message: Admit) -> None:
         """Add a request."""
 
     def add_history(self, request: int, first: int, ids: memoryview) -> None:
-        """Add token ids (``i32``) from position ``first`` on; messages come in order."""
+        """Add token ids (``i32``) from position ``first`` on; calls come in order."""
 
     def set_grammar(self, request: int, text: bytes) -> None:
-        """Set the grammar that constrains the answer, before any of it is sampled."""
+        """Set the grammar that constrains the answer, before any token is sampled."""
 
     def set_images(self, request: int, spans: Sequence[ImageSpan], rows: object) -> None:
-        """Set the images of the prompt, before any of its rows; ``rows`` at stage 0 only."""
+        """Set the prompt's images before any of its rows; ``rows`` is given at stage 0 only."""
 
     def append_blocks(self, request: int, blocks: Sequence[int]) -> None:
         """Append blocks to the request's block table."""
@@ -65,7 +65,7 @@ class StageRequests(Protocol):
         """Drop a request."""
 
     def __len__(self) -> int:
-        """Live requests."""
+        """Number of live requests."""
 
 
 class StepExecutor(Protocol):
@@ -90,7 +90,7 @@ class DraftRunner(Protocol):
 
 
 class NextStage(Protocol):
-    """Sends to the next stage; from the last stage to the first.
+    """Sends to the next stage; the last stage sends to the first.
 
     :class:`molink.link.out_link.OutLink` implements it.
     """
@@ -100,9 +100,7 @@ class NextStage(Protocol):
         ...
 
     def send_volume(self, header: Volume, rows: Buffer) -> None:
-        """Send a volume. ``header.payload`` describes all of its rows; ``rows`` are all or the
-        first.
-        """
+        """Send a volume; ``rows`` has all or the first of the rows in ``header.payload``."""
         ...
 
     def send_more_rows(self, seq: int, rows: Buffer) -> None:

@@ -36,7 +36,7 @@ class CompletedControl(msgspec.Struct, frozen=True):
 class BlockCopy(msgspec.Struct, frozen=True):
     """Blocks of a request to copy to host memory (``is_swap_out``) or back.
 
-    ``blocks`` and ``host_blocks`` correspond one by one.
+    ``blocks`` and ``host_blocks`` correspond one to one.
     """
 
     request: int
@@ -46,13 +46,13 @@ class BlockCopy(msgspec.Struct, frozen=True):
 
 
 class StepInput(msgspec.Struct, frozen=True):
-    """The part of a step that belongs to one volume: all rows or consecutive ones.
+    """The part of a step that belongs to one volume: all its rows, or consecutive ones.
 
     ``volume`` has the slices of this input; its ``payload`` still describes the volume as it
-    arrived. ``data`` has token ids at stage 0, else raw rows ``[n, hidden]``; ``row_indices``
-    selects those of the slices (``None``: all). ``remaining_volume`` has all remaining slices of
-    the volume (``None``: the input's own). The input starts at their row ``first_row``; ``is_last``
-    tells whether it ends with their last row.
+    arrived. ``data`` has token ids at stage 0, otherwise raw rows ``[n, hidden]``; ``row_indices``
+    selects the slices' rows (``None``: all). ``remaining_volume`` has all remaining slices of the
+    volume (``None``: the input's own). The input starts at row ``first_row`` of these; ``is_last``
+    says whether it ends with their last row.
     """
 
     volume: Volume
@@ -76,28 +76,28 @@ class Step(msgspec.Struct, frozen=True):
 
     @property
     def inputs(self) -> tuple[StepInput, ...]:
-        """Its inputs, decode first."""
+        """The step's inputs, decode first."""
         return tuple(each for each in (self.decode, self.prefill) if each is not None)
 
     @property
     def volumes(self) -> tuple[Volume, ...]:
-        """The volumes of its inputs, decode first."""
+        """The volumes of the inputs, decode first."""
         return tuple(each.volume for each in self.inputs)
 
     @property
     def seqs(self) -> tuple[int, ...]:
-        """Their numbers, for :meth:`Scoreboard.complete_volumes`."""
+        """The volumes' numbers, for :meth:`Scoreboard.complete_volumes`."""
         return tuple(volume.seq for volume in self.volumes)
 
     def find_input(self, seq: int) -> StepInput:
-        """Its input of volume ``seq``."""
+        """Return the input of volume ``seq``."""
         return next(each for each in self.inputs if each.volume.seq == seq)
 
 
 class StepOutput(msgspec.Struct, frozen=True):
     """The result of an input: rows for the next stage, or (at the last stage) sampled tokens.
 
-    ``pooled`` are the rows of an embedding model with their payloads, one for each token.
+    ``pooled`` has the rows of an embedding model with their payloads, one per token.
     """
 
     volume: Volume
@@ -108,7 +108,7 @@ class StepOutput(msgspec.Struct, frozen=True):
 
 
 class StepResult(msgspec.Struct, frozen=True):
-    """A finished step; ``seconds`` is its wall-clock time, ``error`` why it failed.
+    """A finished step; ``seconds`` is its wall-clock time, ``error`` says why it failed.
 
     A failed step without ``outputs`` could not even report its requests as failed.
     """

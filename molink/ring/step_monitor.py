@@ -22,12 +22,12 @@ class BubbleMeter:
         self._since = now
         self._live = self._computing = False
         self._window_start = now
-        #: In the current window: bubble time, time with live requests, compute time.
+        #: Within the current window: bubble time, time with live requests, compute time.
         self._bubble = self._lived = self._busy = 0.0
         self._share = self._busy_share = 0.0
 
     def update_state(self, now: float, *, live: bool, computing: bool) -> None:
-        """Record whether requests are live and a step runs from ``now`` on."""
+        """Record whether, from ``now`` on, requests are live and a step runs."""
         passed = now - self._since if now > self._since else 0.0
         if self._computing:
             self._busy += passed
@@ -44,7 +44,7 @@ class BubbleMeter:
 
     @property
     def bubble_share(self) -> float:
-        """Share of bubbles in the time with live requests, in the last window; 0 without any."""
+        """Share of bubbles in the last window's time with live requests; 0 without requests."""
         return self._share
 
     @property
@@ -53,18 +53,19 @@ class BubbleMeter:
         return self._busy_share
 
 
-#: A step is late after this many times its expected seconds.
+#: Multiple of its expected seconds after which a step is late.
 SLACK = 2.0
 #: Weight of a step in the running mean of the slowdown.
 SMOOTHING = 0.1
 #: Consecutive failed steps after which the device counts as broken.
 MAX_FAILED_STEPS = 5
-#: A step that ran out of memory and is larger than any that worked counts by this factor less.
+#: Weight of a failed step, relative to one that ran out of memory and is larger than any that
+#: succeeded.
 LARGE_STEP_WEIGHT = 4
 
 
 class StepTime(msgspec.Struct, frozen=True):
-    """Expected and maximum seconds of a step, and those of the profile."""
+    """Expected and maximum seconds of a step, and the profile's seconds."""
 
     expected_s: float
     max_s: float
@@ -76,7 +77,7 @@ class StepTimePredictor:
 
     An underestimate is dangerous: a stage that is busy for five times ``max_s`` counts as dead, the
     ring is formed again, and the same step recurs. Therefore decode and prefill rows count as two
-    consecutive passes, and fast steps never lower ``max_s``.
+    consecutive passes, and fast steps never reduce ``max_s``.
     """
 
     def __init__(self, profile: Profile) -> None:
@@ -95,9 +96,10 @@ class StepTimePredictor:
             self._slowdown.add_sample(seconds / predicted.profile_s)
 
     def _volume_s(self, volume: Volume) -> float:
-        """Seconds of a separate pass of a volume's rows.
+        """Return the seconds of a separate pass of a volume's rows.
 
-        Without a measured chunk each prefill row counts as a pass of a single row, an upper bound.
+        Without a measured chunk each prefill row counts as a pass of its own, which is an upper
+        bound.
         """
         profile = self._profile
         rows, before = volume.count, volume.context
@@ -107,14 +109,14 @@ class StepTimePredictor:
 
 
 class StepSize(msgspec.Struct, frozen=True):
-    """Memory demand of a step: its rows, and the positions that they attend to."""
+    """Memory demand of a step: its rows, and the positions to which they attend."""
 
     rows: int = 0
     positions: int = 0
 
     @classmethod
     def of_volumes(cls, volumes: Iterable[Volume]) -> "StepSize":
-        """The size of a step with these volumes."""
+        """Compute the size of a step with these volumes."""
         rows = positions = 0
         for volume in volumes:
             rows += volume.count
@@ -124,11 +126,11 @@ class StepSize(msgspec.Struct, frozen=True):
         return cls(rows, positions)
 
     def exceeds(self, other: "StepSize") -> bool:
-        """Whether it is larger in any dimension."""
+        """Whether this size is larger than ``other`` in any dimension."""
         return self.rows > other.rows or self.positions > other.positions
 
     def merge_with(self, other: "StepSize") -> "StepSize":
-        """The maximum of each dimension."""
+        """Return the maximum of each dimension."""
         if not other.exceeds(self):
             return self
         return StepSize(max(self.rows, other.rows), max(self.positions, other.positions))
@@ -137,8 +139,8 @@ class StepSize(msgspec.Struct, frozen=True):
 class FailureTracker:
     """Counts failures since the last successful step.
 
-    A large step that runs out of memory says little about the device, since its requests have
-    failed with it. A failure of a step no larger than earlier successful ones does.
+    A large step that runs out of memory says little about the device, since its requests fail with
+    it. A step that fails although it is no larger than earlier successful ones does.
     """
 
     def __init__(self) -> None:

@@ -1,22 +1,22 @@
 """Decides how many rows of a prefill volume run and are forwarded as one sub-chunk.
 
 Cut-through: a stage neither waits for a whole volume nor holds its results back. The first rows are
-on the next link while later ones are still on the previous one, so over M stages a prompt's
-transfer is paid about once instead of M - 1 times. The cost is efficiency, since each pass reads
-all weights.
+on the next link while later ones are still on the previous one. So the transfer of a prompt through
+M stages takes about the time of one link instead of M - 1. The price is efficiency, since each pass
+reads all weights.
 
 Small sub-chunks minimize the time to first token while the stage keeps up with the link: each
 further stage adds the transfer and pass of one sub-chunk rather than of the volume. They also suit
-decoding streams: a decode row waits for half of another request's pass on average, unless such
+decoding streams: on average, a decode row waits for half of another request's pass, unless such
 passes fill the stage's time. Hence:
 
 - While more rows are arriving, rows of a sub-chunk cost at most :data:`MAX_ROW_COST` times their
   minimum. If rows pile up during a pass, the next sub-chunk is larger and cheaper.
 - If rows arrive so slowly that smaller sub-chunks use at most :data:`MAX_BUSY_SHARE` of the time,
   smaller ones run.
-- Where the stage computes for more than that share of the time, its throughput is scarce and its
-  queue keeps the next stages busy: a sub-chunk that runs alone is as efficient as one of a complete
-  volume.
+- If the stage computes for more than that share of the time, its throughput is scarce and its queue
+  keeps the next stages busy. A sub-chunk that runs alone must then be as efficient as one of a
+  complete volume.
 - Together with decode rows, which read the weights anyway, a few rows suffice.
 - A remainder too small for a pass waits for more rows.
 - A large volume that is complete, such as a whole prompt at the first stage, is split into
@@ -31,12 +31,12 @@ from typing import Protocol
 
 from molink.facts.profile import MAX_CHUNK_ROWS, Profile, smallest_near_best
 
-#: Highest cost of a row in a sub-chunk, as a multiple of its minimum.
+#: Maximum cost of a row in a sub-chunk, as a multiple of the minimum cost.
 MAX_ROW_COST = 2.0
-#: The same for sub-chunks of a complete volume.
+#: Maximum cost of a row in a sub-chunk of a complete volume.
 EFFICIENT_ROW_COST = 1.25
-#: More expensive sub-chunks may use this share of the time in which rows arrive, and of the stage's
-#: time.
+#: Share of the time in which rows arrive, and of the stage's time, that more expensive sub-chunks
+#: may use.
 MAX_BUSY_SHARE = 0.5
 #: Minimum rows of a sub-chunk, which bounds the number of messages.
 MIN_ROWS = 16
@@ -51,11 +51,11 @@ class SubChunkPolicy(Protocol):
     busy_share: float
 
     def next_rows(self, available: int, pending: int, piggybacked: int, row_rate: float) -> int:
-        """How many of the ``available`` rows to run now; 0 to wait for more.
+        """Return how many of the ``available`` rows to run now; 0 means wait for more.
 
-        ``pending`` rows of the volume are still to arrive, at about ``row_rate`` rows/s (0 if
-        unknown). Without pending rows the result is at least 1. ``piggybacked`` decode rows run in
-        the same pass.
+        ``pending`` rows of the volume have not arrived yet; they arrive at about ``row_rate``
+        rows/s (0 if unknown). Without pending rows the result is at least 1. ``piggybacked`` decode
+        rows run in the same pass.
         """
         ...
 
@@ -76,7 +76,7 @@ class EfficientSubChunks:
     busy_share = 0.0
 
     def __init__(self, profile: Profile, *, forwards: bool = True) -> None:
-        """``profile`` has prefill points; ``forwards`` tells whether another stage follows."""
+        """``profile`` must have prefill points; ``forwards`` says whether another stage follows."""
         self._forwards = forwards
         self._tile = profile.tile
         maximum = min(MAX_CHUNK_ROWS, max(MIN_ROWS, profile.prefill[-1][0]))
@@ -108,7 +108,7 @@ class EfficientSubChunks:
         return spare if spare >= minimum and minimum < self.min_rows else 0
 
     def _min_rows_at(self, row_rate: float) -> int:
-        """Fewest rows worth a pass at that rate of arrival (rows/s)."""
+        """Return the minimum number of rows worth a pass at a rate of arrival in rows/s."""
         if row_rate > 0:
             for rows, seconds in self._small_sizes:
                 if seconds * row_rate <= MAX_BUSY_SHARE * rows:
@@ -119,7 +119,7 @@ class EfficientSubChunks:
 def create_sub_chunk_policy(
     profile: Profile, *, cut_through: bool, forwards: bool
 ) -> SubChunkPolicy:
-    """Sub-chunks by ``profile``; whole volumes without a profile or without cut-through."""
+    """Create the policy for ``profile``; whole volumes without a profile or without cut-through."""
     if cut_through and profile.prefill:
         return EfficientSubChunks(profile, forwards=forwards)
     return WholeVolumePolicy()

@@ -11,19 +11,19 @@ from molink.ring.step import StepInput
 from molink.ring.sub_chunks import SubChunkPolicy
 from molink.wire.messages.data_plane import RequestSlice, Volume
 
-#: Returns the images of a request that no step may cut.
+#: Returns a request's images that no step may split.
 FindImages = Callable[[int], Sequence[ImageSpan]]
 
 
 class SeqSet:
-    """Sequence numbers from 1 on: a watermark up to which all are in, and the few above it.
+    """A set of sequence numbers from 1 on: a watermark up to which it has all, and the few above.
 
     Numbers are dense (each is used once), so the watermark advances and memory is bounded by how
-    far messages overtake each other. ``seq`` 0 stands for "before anything" and is always in.
+    far messages overtake each other. ``seq`` 0 means "before anything" and is always in the set.
     """
 
     def __init__(self) -> None:
-        #: All numbers up to and including this one are in.
+        #: All numbers up to and including this one are in the set.
         self.watermark = 0
         self._above: set[int] = set()
 
@@ -44,16 +44,16 @@ class SeqSet:
             self._above.remove(self.watermark)
 
     def find_missing(self, seqs: Iterable[int]) -> set[int]:
-        """Those of ``seqs`` that are not in."""
+        """Return those of ``seqs`` that are not in the set."""
         return {seq for seq in seqs if seq not in self}
 
 
 @dataclass(slots=True)
 class WaitingVolume:
-    """A volume: which rows have arrived, which slices remain, which rows were taken.
+    """A volume, with its arrived rows, remaining slices and taken rows.
 
-    Arrival counts rows from the volume's first one. Taking counts rows of remaining slices only; no
-    slice is dropped after the first row was taken.
+    Arrived rows are counted from the volume's first row. Taken rows are counted within the
+    remaining slices only; no slice is dropped after the first row was taken.
     """
 
     volume: Volume
@@ -70,9 +70,9 @@ class WaitingVolume:
     num_remaining: int
     #: Whether everything that the remaining rows depend on is complete.
     is_ready: bool = False
-    #: Remaining rows that were taken; those before the running sub-chunk have run.
+    #: Number of remaining rows that were taken; those before the running sub-chunk have run.
     num_taken: int = 0
-    #: Whether a sub-chunk of it runs.
+    #: Whether one of its sub-chunks is running.
     is_running: bool = False
     #: Arrival rate in rows/s after the first rows; 0 if unknown.
     row_rate: float = 0.0
@@ -82,7 +82,7 @@ class WaitingVolume:
     def of_volume(
         cls, volume: Volume, data: object, arrived: int | None, now: float
     ) -> "WaitingVolume":
-        """A volume whose first ``arrived`` rows came at ``now`` (``None``: all)."""
+        """Create a volume whose first ``arrived`` rows (``None``: all) arrived at ``now``."""
         total = volume.count
         rows = total if arrived is None else arrived
         kept = list(range(len(volume.slices)))
@@ -103,7 +103,7 @@ class WaitingVolume:
 
     @property
     def num_available(self) -> int:
-        """Remaining rows that have arrived and were not taken."""
+        """Number of remaining rows that have arrived and were not taken."""
         if self.num_arrived == self.num_rows:
             return self.num_remaining - self.num_taken
         arrived = sum(
@@ -151,7 +151,7 @@ class WaitingVolume:
         )
 
     def count_uncut(self, count: int, find_images: FindImages) -> int:
-        """Rows to take instead of ``count``, so that no image is cut; 0 to wait for the rest."""
+        """Adjust ``count`` rows so that no image is split; 0 means wait for the rest."""
         end = self.num_taken + count
         first = 0
         for request_slice in self.slices:
@@ -161,14 +161,14 @@ class WaitingVolume:
                 images = find_images(request_slice.request)
                 start = request_slice.start + begin - first
                 uncut = begin + count_uncut(images, start, end - begin) - self.num_taken
-                # Rows in front of this slice can run without it.
+                # Rows before this slice can run without it.
                 shorter = begin - self.num_taken
                 return uncut if uncut <= self.num_available else shorter
             first = last
         return count
 
     def _slices_with_offset(self) -> Iterator[tuple[int, RequestSlice]]:
-        """The remaining slices, each with the index of its first row in arrival order."""
+        """Yield the remaining slices, each with the index of its first row in arrival order."""
         first, left = 0, iter([*self.slice_indices, -1])
         wanted = next(left)
         for index, request_slice in enumerate(self.volume.slices):
@@ -183,7 +183,7 @@ class WaitingVolume:
         return msgspec.structs.replace(self.volume, slices=self.slices)
 
     def _slice_data(self, low: int, high: int) -> object:
-        """Rows ``low`` to ``high`` of the data, without a copy if it is bytes."""
+        """Return rows ``low`` to ``high`` of the data, without a copy if it is bytes."""
         if high - low == self.num_rows:
             return self.data
         if isinstance(self.data, bytes | bytearray | memoryview):
@@ -193,7 +193,7 @@ class WaitingVolume:
 
 
 def clip_slice(request_slice: RequestSlice, first: int, count: int) -> RequestSlice:
-    """``count`` rows of a slice from its row ``first`` on.
+    """Return ``count`` rows of a slice from its row ``first`` on.
 
     Block table updates and block copies stay with the first row, sampling with the last.
     """
@@ -231,7 +231,7 @@ class VolumeQueue:
         return seq in self._volumes
 
     def __iter__(self) -> Iterator[WaitingVolume]:
-        """By ascending ``seq``; volumes may be removed meanwhile."""
+        """Iterate by ascending ``seq``; volumes may be removed meanwhile."""
         if len(self._volumes) < 2:
             return iter(tuple(self._volumes.values()))
         return (self._volumes[seq] for seq in sorted(self._volumes))
@@ -240,7 +240,7 @@ class VolumeQueue:
         return len(self._volumes)
 
     def get_volume(self, seq: int) -> WaitingVolume | None:
-        """The volume of a ``seq``."""
+        """Return the volume of a ``seq``."""
         return self._volumes.get(seq)
 
     def add_volume(self, waiting: WaitingVolume) -> None:
@@ -254,16 +254,14 @@ class VolumeQueue:
         self.nbytes -= waiting.nbytes
 
     def take_rows(self, waiting: WaitingVolume, count: int) -> StepInput:
-        """Take its next ``count`` rows."""
+        """Take a volume's next ``count`` rows."""
         step_input = waiting.take_rows(count)
         if waiting.is_taken:
             self.nbytes -= waiting.nbytes
         return step_input
 
     def complete_sub_chunk(self, waiting: WaitingVolume) -> bool:
-        """Complete the running sub-chunk; removes the volume and returns ``True`` after its last
-        one.
-        """
+        """Complete the running sub-chunk; after the last, remove the volume and return ``True``."""
         waiting.is_running = False
         if waiting.is_taken:
             del self._volumes[waiting.volume.seq]
@@ -272,7 +270,10 @@ class VolumeQueue:
     # --- queries ---------------------------------------------------------------------------------
 
     def next_rows(self, waiting: WaitingVolume, piggybacked: int = 0) -> int:
-        """Rows of its next sub-chunk, with ``piggybacked`` decode rows; 0 if none can run now."""
+        """Return the rows of a volume's next sub-chunk; 0 if none can run.
+
+        ``piggybacked`` decode rows run in the same pass.
+        """
         if waiting.is_running or not self.is_ready(waiting):
             return 0
         available = waiting.num_available
@@ -287,7 +288,7 @@ class VolumeQueue:
         return 0 if pending else available
 
     def is_ready(self, waiting: WaitingVolume) -> bool:
-        """Whether everything that its remaining rows depend on is complete."""
+        """Whether everything that a volume's remaining rows depend on is complete."""
         if not waiting.is_ready:
             waiting.is_ready = all(
                 request_slice.after_seq in self._complete for request_slice in waiting.slices
@@ -295,7 +296,7 @@ class VolumeQueue:
         return waiting.is_ready
 
     def started_seqs(self, request: int) -> set[int]:
-        """Numbers of the started volumes with rows of ``request``."""
+        """Return the numbers of started volumes with rows of ``request``."""
         return {
             seq
             for seq, waiting in self._volumes.items()
@@ -305,7 +306,7 @@ class VolumeQueue:
 
     @property
     def num_queued(self) -> int:
-        """Volumes that run or could run."""
+        """Number of volumes that run or could run."""
         if not self._volumes:
             return 0
         return sum(1 for each in self._volumes.values() if each.is_running or self.next_rows(each))
@@ -317,11 +318,11 @@ class VolumeQueue:
 
     @property
     def num_waiting(self) -> int:
-        """Volumes that are not fully taken."""
+        """Number of volumes that are not fully taken."""
         return sum(1 for each in self._volumes.values() if not each.is_taken)
 
     def find_problems(self) -> Iterator[str]:
-        """Broken invariants."""
+        """List broken invariants."""
         left = [waiting for waiting in self._volumes.values() if not waiting.is_taken]
         if self.nbytes != sum(waiting.nbytes for waiting in left):
             yield f"{self.nbytes} bytes are counted as waiting"

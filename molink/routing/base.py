@@ -1,8 +1,8 @@
 """The interface of routers.
 
-A router chooses a pipeline for each request, again if it is resubmitted. Prompts and tokens don't
-pass through it. Its information may be late, wrong or missing, which makes its choices worse but
-never changes answers.
+A router chooses a pipeline for each request, and chooses again if it is resubmitted. Prompts and
+tokens don't pass through it. Late, wrong or missing information makes its choices worse but never
+changes answers.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ PipelineName = str
 
 @dataclass(slots=True)
 class PipelineLoad:
-    """A pipeline that accepts requests: those being served, and those sent in total."""
+    """A pipeline that accepts requests: number being served, and total number sent."""
 
     name: PipelineName
     num_requests: int = 0
@@ -27,7 +27,7 @@ class PipelineLoad:
 
 @dataclass(frozen=True, slots=True)
 class RoutedPrompt:
-    """A request to route: its number of tokens, and the digests of its whole ``spans``."""
+    """A request to route: its number of tokens, and the digests of its complete ``spans``."""
 
     key: RequestKey
     num_tokens: int
@@ -37,13 +37,13 @@ class RoutedPrompt:
 class Router(Protocol):
     """Chooses pipelines. Implementations inherit from it and override the events they need."""
 
-    #: Whether it uses the spans of prompts; else the caller need not compute them.
+    #: Whether the router uses the spans of prompts; otherwise the caller need not compute them.
     reads_spans: bool = False
 
     def choose_pipeline(
         self, prompt: RoutedPrompt, pipelines: Sequence[PipelineLoad], now: float
     ) -> PipelineLoad:
-        """Choose one of ``pipelines``, which accept requests; at least one."""
+        """Choose one of ``pipelines``, all of which accept requests; there is at least one."""
         ...
 
     @property

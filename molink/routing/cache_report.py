@@ -10,8 +10,8 @@ from molink.errors import WireError
 from molink.facts.ring_times import RequestCosts
 from molink.wire.messages.serving import CacheUpdate
 
-#: Tokens of a span. It is independent of the pipelines' block sizes, so that a prompt has the same
-#: digests everywhere.
+#: Tokens per span. The number is independent of the pipelines' block sizes, so that a prompt has
+#: the same digests everywhere.
 SPAN_TOKENS = 64
 #: Bytes of a digest, and the parent of the first span.
 DIGEST_BYTES = 8
@@ -21,10 +21,11 @@ ROOT_DIGEST = bytes(DIGEST_BYTES)
 def span_digests(
     tokens: Sequence[int], after: bytes = ROOT_DIGEST, cache_scope: bytes = b""
 ) -> tuple[int, ...]:
-    """A digest for each whole span of ``tokens`` and everything before it.
+    """Compute a digest for each complete span of ``tokens`` and everything before it.
 
-    ``after`` is the digest of what precedes ``tokens`` (little-endian). ``cache_scope`` keys every
-    span's digest, not only the first one's: a report shows the preceding digests, too.
+    ``after`` is the digest (little-endian) of everything before ``tokens``. ``cache_scope`` keys
+    every span's digest, not only the first: otherwise the digests in a report could be continued
+    without the scope.
     """
     ids = array("i", tokens)
     if sys.byteorder == "big":
@@ -39,8 +40,8 @@ def span_digests(
     return tuple(found)
 
 
-#: Digests per report, 256 k tokens. A report travels with an answer's first token: at 20 Mbps the
-#: longest one delays it by 13 ms.
+#: Maximum digests per report, for 256 k tokens. A report travels with an answer's first token: at
+#: 20 Mbps the longest report delays it by 13 ms.
 MAX_DIGESTS = 4096
 
 
@@ -48,9 +49,9 @@ MAX_DIGESTS = 4096
 class CacheReport:
     """Spans that entered and left a cache since an earlier report.
 
-    ``version`` identifies this report. If it ``is_full``, the cache has only ``added_spans``. A
-    cache with more than :data:`MAX_DIGESTS` spans never reports in full. ``capacity`` is the
-    cache's room in tokens (0: unknown).
+    ``version`` identifies this report. If ``is_full``, the cache has only ``added_spans``. A cache
+    with more than :data:`MAX_DIGESTS` spans never reports in full. ``capacity`` is the cache's room
+    in tokens (0: unknown).
     """
 
     version: int

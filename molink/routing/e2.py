@@ -14,7 +14,7 @@ WINDOW_S = 180.0
 #: Load, relative to the lightest pipeline, above which cached requests are redirected (the paper's
 #: ``T_hbal``).
 T_HBAL = 1.5
-#: Excess of a pipeline's share of decoding over the mean, above which uncached prompts go there.
+#: Excess of a pipeline's share of decoding over the mean above which it gets uncached prompts.
 DECODE_HEAVY_MARGIN = 0.2
 #: Seconds that sent requests may take to appear in reports.
 UNREPORTED_S = 60.0
@@ -37,14 +37,14 @@ class _Candidate:
 
 
 class E2Router(Router):
-    """Routes a request to the pipeline with most of its prompt cached, else to the cheapest.
+    """Routes a request to the pipeline with most of its prompt cached, or to the cheapest.
 
-    *Exploit* if more than half of the prompt is cached: the cheapest of the pipelines that have it.
-    The cost is the pipeline's load ``L``, the eviction ``M`` and the missing prefill ``R``, in
-    seconds of the slowest stage.
+    *Exploit* if more than half of the prompt is cached: choose the cheapest of the pipelines that
+    have it. The cost is the pipeline's load ``L``, the eviction ``M`` and the missing prefill
+    ``R``, in seconds of the slowest stage.
 
-    *Explore* otherwise: the cheapest of all, but a pipeline with much more decoding than the mean
-    if its load permits.
+    *Explore* otherwise: choose the cheapest of all, or a pipeline that decodes much more than the
+    mean if its load permits.
 
     *Rebalance.* If the load exceeds ``t_hbal`` times the lightest one, and another pipeline is
     faster by more than the recomputation, the request is redirected and its prefix cached there
@@ -52,10 +52,10 @@ class E2Router(Router):
 
     *Replicate* if the wait of requests with the same prefix has doubled and exceeds recomputation.
 
-    ``L`` is the outstanding work. (The paper counts everything sent in the window.) A generated
+    ``L`` is the outstanding work. (The paper counts all requests sent in the window.) A generated
     token counts as one more row in a step. ``M`` is the prefill of spans that would be evicted and
-    that several requests used in the window. (The paper multiplies by their uses, but they are
-    recomputed once at most, and a single user may have been the last.)
+    that several requests used in the window. (The paper multiplies it by their uses. But they are
+    recomputed at most once, and a span used only once may not be used again.)
     """
 
     reads_spans: bool = True
@@ -126,7 +126,7 @@ class E2Router(Router):
         chosen, cheapest = _cheapest(holders), _cheapest(candidates)
         lightest = min(candidate.load_s for candidate in candidates)
         others = [candidate for candidate in candidates if candidate not in holders]
-        # Recomputation delays other requests too, so it counts twice.
+        # Recomputation also delays other requests, so it counts twice.
         recompute_s = cheapest.prefill_s - chosen.prefill_s
         if (
             chosen.load_s > self._t_hbal * lightest
@@ -181,7 +181,7 @@ class E2Router(Router):
         self._costs.pop(name, None)
 
     def cached_tokens(self, name: PipelineName) -> int:
-        """Approximate number of tokens cached there."""
+        """Estimate the number of tokens that a pipeline has cached."""
         return self._tree.count_spans(name) * SPAN_TOKENS
 
     @property
@@ -217,6 +217,6 @@ def _cheapest(candidates: Sequence[_Candidate]) -> _Candidate:
 
 
 def _key_span(prompt: RoutedPrompt, cached: int) -> int:
-    """The span that stands for all prompts with the same prefix: the one at a power of two."""
+    """Return the span that identifies prompts with the same prefix: one at a power of two."""
     depth = cached // SPAN_TOKENS
     return prompt.spans[(1 << (depth.bit_length() - 1)) - 1] if depth else 0

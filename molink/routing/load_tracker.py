@@ -1,4 +1,4 @@
-"""Load of each pipeline, in seconds of its slowest stage, and waits by prefix."""
+"""Tracks the load of each pipeline, in seconds of its slowest stage, and waits by prefix."""
 
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
@@ -18,14 +18,14 @@ class RoutedRequest:
     sent_at: float
     prefill_s: float
     answer_s: float
-    #: The span by which it was routed; 0 if none.
+    #: The span by which the request was routed; 0 if none.
     key_span: int = 0
     has_begun: bool = False
 
 
 @dataclass(slots=True)
 class PipelineWork:
-    """Outstanding work of a pipeline, and what it was sent recently."""
+    """A pipeline's outstanding work, and the requests recently sent to it."""
 
     num_live: int = 0
     live_s: float = 0.0
@@ -83,7 +83,7 @@ class LoadTracker:
         work.recent.append((routed.sent_at, routed.prefill_s, routed.answer_s))
 
     def on_first_token(self, key: RequestKey, now: float) -> RoutedRequest | None:
-        """Record the end of a prefill; ``None`` if it is known already or unknown."""
+        """Record a prefill's end; ``None`` if already recorded or the request is unknown."""
         routed = self._routed.get(key)
         if routed is None or routed.has_begun:
             return None
@@ -118,10 +118,10 @@ class LoadTracker:
         return len(self._routed)
 
 
-#: Prefixes tracked, and waits needed for a mean.
+#: Maximum prefixes tracked, and minimum waits for a mean.
 MAX_PREFIXES = 4096
 MIN_WAITS = 4
-#: Growth that counts as an increased wait (Preble, §4.2).
+#: Growth of the mean wait that counts as an increase (Preble, §4.2).
 MIN_GROWTH = 2.0
 
 
@@ -139,7 +139,7 @@ class _Wait:
 
 
 class PrefixWaits:
-    """Mean waits by prefix in the current half window and the previous one."""
+    """Mean waits by prefix, in the current half window and the previous one."""
 
     def __init__(self, half_s: float) -> None:
         self._half_s = half_s

@@ -1,4 +1,4 @@
-"""Routers without cache knowledge, and the fallback for others."""
+"""Routers that ignore caches, and the fallback for failing routers."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -8,7 +8,7 @@ from molink.routing.cache_report import CacheReport
 
 
 class RoundRobinRouter(Router):
-    """Chooses the pipeline that was chosen longest ago."""
+    """Chooses the pipeline whose last choice is longest ago."""
 
     def __init__(self) -> None:
         self._last_chosen: dict[PipelineName, int] = {}

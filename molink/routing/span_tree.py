@@ -1,4 +1,4 @@
-"""Which prompt prefixes each pipeline has cached: a radix tree over spans."""
+"""Estimates the prompt prefixes that each pipeline has cached: a radix tree over spans."""
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
@@ -7,7 +7,7 @@ from molink.errors import InvariantError
 from molink.routing.base import PipelineName
 from molink.routing.cache_report import SPAN_TOKENS
 
-#: Spans of a pipeline of unknown capacity, and of all pipelines: 8 M tokens.
+#: Maximum spans of a pipeline of unknown capacity, and of all pipelines: 8 M tokens.
 DEFAULT_SPANS = 8192
 MAX_SPANS = 131_072
 
@@ -27,7 +27,7 @@ class SpanUse:
         self.used_at = now
 
     def count_requests(self, now: float, half_s: float) -> int:
-        """Requests in the last one to two halves of ``half_s`` seconds."""
+        """Count requests in the last one to two half windows of ``half_s`` seconds."""
         self._advance_half(int(now / half_s))
         return self._count + self._before
 
@@ -40,10 +40,10 @@ class SpanUse:
 class SpanTree:
     """Spans by pipeline. A span's digest covers its whole prefix, so it identifies its path.
 
-    Each pipeline's spans are in LRU order. A path is used as a whole and its first span counts as
+    Each pipeline's spans are in LRU order. A path is used as a whole, and its first span counts as
     used last, so eviction never removes a span before its successors. A pipeline has at most as
-    many spans as its cache has room for, and all together at most ``maximum``. Presence is an
-    estimate, from requests sent and from reports.
+    many spans as fit its cache, and all pipelines together have at most ``maximum``. Presence is an
+    estimate from requests sent and from reports.
     """
 
     def __init__(self, half_s: float, maximum: int = MAX_SPANS) -> None:
@@ -59,7 +59,7 @@ class SpanTree:
         return len(self._nodes.get(name, ()))
 
     def match_prefix(self, name: PipelineName, spans: Sequence[int]) -> int:
-        """How many of the leading spans a pipeline has."""
+        """Count the leading spans that a pipeline has."""
         nodes = self._nodes.get(name)
         if nodes is None:
             return 0
@@ -98,7 +98,7 @@ class SpanTree:
             nodes.pop(digest, None)
 
     def retain_spans(self, name: PipelineName, spans: frozenset[int], since: float) -> None:
-        """Remove all other spans that were not used since ``since``."""
+        """Remove all other spans not used since ``since``."""
         nodes = self._nodes_of(name)
         for digest in [d for d, use in nodes.items() if d not in spans and use.used_at < since]:
             del nodes[digest]
@@ -120,7 +120,7 @@ class SpanTree:
     def estimate_evictions(
         self, name: PipelineName, spans: int, now: float, most: int = 64
     ) -> float:
-        """Estimate the evicted spans that several requests share if ``spans`` are added.
+        """Estimate the shared spans that are evicted if ``spans`` are added.
 
         It extrapolates from the first ``most`` spans.
         """
@@ -155,7 +155,7 @@ class SpanTree:
         return min(self._capacities.get(name, DEFAULT_SPANS), self._max_spans)
 
     def _shrink(self, name: PipelineName) -> None:
-        """Evict the least recently used spans: here, then where most are."""
+        """Evict the least recently used spans: of this pipeline, then of the one with the most."""
         nodes, room = self._nodes_of(name), self._capacity_of(name)
         while len(nodes) > room:
             nodes.popitem(last=False)

@@ -24,7 +24,7 @@ from molink.wire.messages.data_plane import (
     Volume,
 )
 
-#: Bytes that slices may take of a 4 KiB header; the frame takes the rest.
+#: Bytes of a 4 KiB header that slices may take; the frame takes the rest.
 _SLICE_BYTES_MAX = 4000
 #: Maximum bytes of a slice without block ids and drafts: array, request, start, count, after,
 #: array, sample, copy source, array. Each block id or draft takes at most ``_ID_BYTES``.
@@ -32,13 +32,13 @@ _SLICE_BYTES = 1 + 5 + 5 + 5 + 9 + 3 + 1 + 1 + 1
 _ID_BYTES = 5
 #: Maximum bytes of a copy of a state: array, request, end, slot.
 _STATE_COPY_BYTES = 1 + 5 + 5 + 5
-#: Decode rows without drafts that fit a volume in any case.
+#: Decode rows without drafts that always fit a volume.
 MIN_DECODE_ROOM = _SLICE_BYTES_MAX // (_SLICE_BYTES + 2 * _ID_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
 class ControlWithPayload:
-    """A control message with its payload: ``ids``, or ``data`` as it is."""
+    """A control message with its payload: ``ids``, or raw ``data``."""
 
     body: Admit | Grammar | History | PromptImages | BlockTable | SwapIn | SwapOut | Release
     ids: Sequence[int] | None = None
@@ -102,8 +102,8 @@ class VolumeBuilder:
     def block_room(self) -> int:
         """Block ids that one more slice may carry; the volume is full below 1.
 
-        Room for the id of a block to copy from, and in prefill volumes for a copy of the state, is
-        always left.
+        Room for the id of a block to copy from and, in prefill volumes, for a state copy is always
+        reserved.
         """
         if self._num_samples >= MAX_SLICES:
             return 0
@@ -112,7 +112,7 @@ class VolumeBuilder:
 
     @property
     def draft_room(self) -> int:
-        """Drafts, with one block each, that its slices can still take."""
+        """Number of drafts, with one block each, that the slices can still take."""
         left = (_SLICE_BYTES_MAX - self._bytes) // (2 * _ID_BYTES)
         return max(0, min(MAX_SLICES - self._num_samples, left))
 
@@ -121,8 +121,8 @@ class VolumeBuilder:
     ) -> None:
         """Issue the next ``count`` rows of a request and announce ``blocks`` to the stages.
 
-        ``released`` is the latest ``seq`` that released one of ``blocks``. The state after these
-        rows is copied if the request has a slot for it.
+        ``released`` is the latest ``seq`` that released one of ``blocks``. The recurrent state
+        after these rows is copied if the request has a slot for the copy.
         """
         end = state.num_issued + count
         sample = end == len(state.tokens)
@@ -173,7 +173,7 @@ class VolumeBuilder:
     ) -> VolumeWithTokens:
         """Build the volume ``seq`` and record it as in flight for its requests.
 
-        ``mtp_bounds`` are its ``max_mtp_drafts`` and ``min_probability``.
+        ``mtp_bounds`` are the volume's ``max_mtp_drafts`` and ``min_probability``.
         """
         slices, tokens = [], list[int]()
         for pending_slice in self._slices:
@@ -242,7 +242,7 @@ class ControlIssuer:
     def issue_admission(
         self, state: RequestState, copy: HostCopy | None
     ) -> list[ControlWithPayload]:
-        """Announce an admitted request; ``copy`` is the host copy that it resumes from, if any."""
+        """Announce an admitted request; ``copy`` is the host copy from which it resumes, if any."""
         request = state.request
         state.last_seq = self._in_flight.issue_seq()
         admit = Admit(
@@ -291,6 +291,6 @@ def _pairs_payload(ids: Sequence[int]) -> Payload:
 
 
 def _split_ids(ids: Sequence[int]) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """Split ``ids`` into messages; yields the position and ids of each."""
+    """Split ``ids`` into messages; yield the position and ids of each."""
     for first in range(0, len(ids), MAX_MESSAGE_IDS):
         yield first, tuple(ids[first : first + MAX_MESSAGE_IDS])

@@ -31,13 +31,13 @@ class Batcher:
     """Composes micro-batches from the request queues and the KV cache.
 
     Decode rows come from requests whose last token is back, spread evenly over the ``K``
-    micro-batches. Prefill rows are chunks of running requests and of waiting ones that slots and
-    blocks allow to admit. The scheduling policy orders requests and selects preemption candidates.
-    An admitted request gets blocks for all its known tokens, from the prefix cache where possible,
-    and grows block by block afterwards. A decode row that lacks a block preempts other requests.
-    While a request is *starved* this way, none is admitted, and requests that it could preempt
-    issue no prefill rows. Drafts preempt nothing. The swap manager decides whether preempted KV is
-    copied to host memory.
+    micro-batches. Prefill rows are chunks of running requests, and of waiting requests that can be
+    admitted with the available slots and blocks. The scheduling policy orders requests and selects
+    preemption candidates. An admitted request gets blocks for all its known tokens, from the prefix
+    cache where possible, and grows block by block afterwards. A decode row that lacks a block
+    preempts other requests. While a request is *starved* this way, none is admitted, and requests
+    that it could preempt issue no prefill rows. Drafts preempt nothing. The swap manager decides
+    whether preempted KV is copied to host memory.
     """
 
     def __init__(
@@ -73,9 +73,10 @@ class Batcher:
         )
         #: Prefill volumes in flight without piggybacked decode rows.
         self._prefill_only_seqs: set[int] = set()
-        #: Whether chunks leave alone since prompts queue, see :meth:`_next_prefill_rows`.
+        #: Whether chunks are sent without decode rows because prompts queue; see
+        #: :meth:`_next_prefill_rows`.
         self._chunks_leave_alone = False
-        #: Requests admitted for this micro-batch, with the host copies that they resume from.
+        #: Requests admitted for this micro-batch, with the host copies from which they resume.
         self._newly_admitted: list[tuple[RequestState, HostCopy | None]] = []
         #: Requests that lacked a block when decode rows were last composed.
         self._starved: list[RequestState] = []
@@ -92,7 +93,7 @@ class Batcher:
         self.swap.set_times(times)
 
     def compose_batch(self, now: float, *, prefill: bool = True) -> MicroBatch | None:
-        """The next micro-batch, or ``None`` if there is nothing to send."""
+        """Compose the next micro-batch; ``None`` if there is nothing to send."""
         decode, chunk = VolumeBuilder(prefill=False), VolumeBuilder(prefill=True)
         self._newly_admitted = []
         self.queues.clear_next_admitted()
@@ -156,7 +157,7 @@ class Batcher:
         return volume
 
     def _decode_quota(self, streams: int) -> int:
-        """Decode rows per volume, for ``streams`` spread over all micro-batches."""
+        """Return the decode rows per volume, for ``streams`` spread over all micro-batches."""
         return max(1, math.ceil(streams / self._num_decode_volumes))
 
     @property
@@ -165,7 +166,7 @@ class Batcher:
 
     @property
     def _num_decode_volumes(self) -> int:
-        """Decode volumes in flight: ``K``, or one beside chunks that leave alone."""
+        """Maximum decode volumes in flight: ``K``, or one if chunks carry no decode rows."""
         alone = self._chunks_leave_alone and self.in_flight.count_volumes(prefill=True)
         return 1 if alone else self.micro_batches.count
 
@@ -190,7 +191,7 @@ class Batcher:
         for state in running:
             if len(builder) == quota or builder.block_room < 1:
                 return
-            if not self._is_ready(state):  # or preempted for an earlier request
+            if not self._is_ready(state):  # or preempted it for an earlier request
                 continue
             if self._grow_blocks(state):
                 self._add_rows(builder, state, 1, now)
@@ -227,7 +228,7 @@ class Batcher:
                 builder.add_lookahead_drafts(state, drafts, blocks, released)
 
     def _ring_load(self, piggybacked: int, streams: int, context: int) -> RingLoad:
-        """The ring's load with ``piggybacked`` decode rows per volume."""
+        """Return the ring's load with ``piggybacked`` decode rows per volume."""
         volumes = math.ceil(streams / piggybacked) if piggybacked else 0
         volumes = min(self.micro_batches.count, volumes)
         has_prefill = self.in_flight.count_volumes(prefill=True) > 0 or self.queues.has_prefills
@@ -236,7 +237,7 @@ class Batcher:
     def _allocate_drafts(
         self, state: RequestState, drafts: Sequence[int]
     ) -> tuple[Sequence[int], Sequence[int]]:
-        """The leading ``drafts`` that blocks exist for, and the blocks to announce."""
+        """Return the leading ``drafts`` for which blocks exist, and the blocks to announce."""
         before = len(state.tokens) + len(state.draft_path)
         if self._starved or not self._grow_blocks(state, len(state.draft_path) + len(drafts)):
             drafts = drafts[: max(0, len(state.blocks) * self._config.block_size - before)]
@@ -269,7 +270,7 @@ class Batcher:
 
     @property
     def _num_releasing(self) -> int:
-        """Blocks whose releases are under way."""
+        """Number of blocks whose releases are in flight or pending."""
         return self.cache.collect_releasing(self.queues.pending_releases).count
 
     def _still_starved(self) -> list[RequestState]:
@@ -296,16 +297,15 @@ class Batcher:
                     left -= self._add_chunk(builder, state, left, now)
 
     def _next_prefill_rows(self, streams: int, context: int, now: float, *, piggyback: bool) -> int:
-        """Rows of the next prefill volume; 0 for none.
+        """Return the rows of the next prefill volume; 0 for none.
 
         ``streams`` requests decode, with ``context`` tokens each on average. Each of the ``K``
-        micro-batches carries one chunk, with its decode rows if it has any (``piggyback``:
-        SARATHI's decode-maximal batches). Sending chunks whenever stage 0 is idle would make decode
-        volumes wait behind them and read the weights twice. Prefill-only chunks fit into the round
-        trip's idle time instead (:mod:`molink.scheduler.micro_batches`).
-
-        Where prompts queue and decode rows cost little (:meth:`.ChunkSize.leaves_alone`), chunks
-        leave alone: as many as keep the slowest stage or link busy, and all decode rows share one
+        micro-batches carries one chunk, together with its decode rows if it has any (``piggyback``:
+        SARATHI's decode-maximal batches). If chunks were sent whenever stage 0 is idle, decode
+        volumes would wait behind them, and weights would be read twice. Prefill-only chunks use the
+        round trip's idle time instead (:mod:`molink.scheduler.micro_batches`). If prompts queue and
+        decode rows cost little (:meth:`.ChunkSize.leaves_alone`), chunks are sent without decode
+        rows: as many as keep the slowest stage or link busy, while all decode rows share one
         volume.
         """
         self._chunks_leave_alone = False
@@ -348,7 +348,7 @@ class Batcher:
     def _add_chunk(
         self, builder: VolumeBuilder, state: RequestState, maximum: int, now: float
     ) -> int:
-        """Add up to ``maximum`` prefill rows of a request; returns their number."""
+        """Add up to ``maximum`` prefill rows of a request; return their number."""
         limit = (state.num_announced + builder.block_room) * self._config.block_size
         count = min(maximum, min(len(state.tokens), limit) - state.num_issued)
         before_snapshot = state.snapshot_end - state.num_issued
@@ -367,8 +367,8 @@ class Batcher:
     def _preempt_for_waiting(self, now: float) -> None:
         """Preempt for the next waiting requests if they lack only slots or blocks.
 
-        Do nothing while other prefills come first, or while blocks are already being released. Runs
-        before idle requests enter a volume.
+        Do nothing while other prefills come first, or while blocks are already being released.
+        Called before idle requests enter a volume.
         """
         if not self.queues.num_waiting or self._still_starved():
             return
@@ -406,12 +406,12 @@ class Batcher:
             idle = [state for state in selected if self.queues.is_idle(state)]
             for state in idle:
                 self._preempt(state)
-            if len(idle) < len(selected):  # the others are preempted once their rows are back
+            if len(idle) < len(selected):  # the others are preempted when their rows are back
                 return
             available, running = available - lacking, running + 1
 
     def _admit_swapped(self, now: float) -> list[RequestState]:
-        """Admit swapped-out requests while they are first in order and there is room."""
+        """Admit swapped-out requests while they come first and there is room."""
         admitted: list[RequestState] = []
         while not self._still_starved():
             state = self.queues.next_swapped(now)
@@ -442,9 +442,9 @@ class Batcher:
         return True
 
     def _find_admissible(self, state: RequestState, now: float) -> PrefixMatch | None:
-        """The cached prefix that the request can start from; ``None`` if it can't be admitted now.
+        """Return the cached prefix to start a request from; ``None`` if it can't be admitted now.
 
-        It gives up copying from a partial block, or a snapshot, if holding that would prevent
+        A partial block to copy from, or a snapshot, is given up if holding it would prevent
         admission.
         """
         running = self.queues.num_running

@@ -13,11 +13,11 @@ class BlockAllocator:
     A block is in exactly one of four states:
 
     - *free*: it can be allocated;
-    - *held*: block tables and rows in flight that copy from it reference it, whether or not it is
-      in the prefix tree;
-    - *cached*: only the prefix tree has it, and it can be evicted;
-    - *retired*: nothing references it, but a release of it is still in flight, so stages may still
-      run rows that use it.
+    - *held*: block tables, or rows in flight that copy from it, reference it; it may also be in the
+      prefix tree;
+    - *cached*: only the prefix tree references it, and it can be evicted;
+    - *retired*: nothing references it, but a release of it is in flight, so stages may still run
+      rows that use it.
 
     A cached block is *settled* once all its releases have completed. Evicting a settled block frees
     it; evicting another retires it.
@@ -25,7 +25,7 @@ class BlockAllocator:
 
     def __init__(self, blocks: int) -> None:
         self.total = blocks
-        #: A stack: the most recently freed block is reused first.
+        #: A stack, so that the most recently freed block is reused first.
         self._free = list(range(blocks - 1, -1, -1))
         self._references = [0] * blocks
         #: ``seq`` of the latest release of each block.
@@ -48,7 +48,7 @@ class BlockAllocator:
 
     @property
     def eviction_order(self) -> Iterable[int]:
-        """Cached blocks in the order of their eviction: least recently used first."""
+        """Cached blocks in order of eviction, least recently used first."""
         return self._cached
 
     @property
@@ -92,7 +92,7 @@ class BlockAllocator:
             self._references[block] += 1
 
     def unshare_block(self, block: int) -> None:
-        """Drop a reference that no stage uses any more, without a release.
+        """Drop a reference that no stage uses any longer, without a release.
 
         Raises:
             InvariantError: the block is not held.
@@ -116,7 +116,7 @@ class BlockAllocator:
             self._drop_reference(block)
 
     def reclaim_released(self, seq: int) -> int:
-        """Complete the release ``seq``; returns how many blocks became usable."""
+        """Complete the release ``seq``; return how many blocks became usable."""
         before = len(self._free) + self._num_settled
         for block in reversed(self._pending.pop(seq, ())):
             self._outstanding[block] -= 1
@@ -141,7 +141,7 @@ class BlockAllocator:
         self._in_tree[block] = True
 
     def touch_blocks(self, blocks: Iterable[int]) -> None:
-        """Mark the cached ones of ``blocks`` as most recently used."""
+        """Mark those of ``blocks`` that are cached as most recently used."""
         for block in blocks:
             if block in self._cached:
                 self._cached.move_to_end(block)
@@ -163,20 +163,20 @@ class BlockAllocator:
             self._free.append(block)
 
     def is_cached(self, block: int) -> bool:
-        """Whether only the prefix tree has ``block``."""
+        """Whether only the prefix tree references ``block``."""
         return block in self._cached
 
     def count_settled(self, blocks: Iterable[int]) -> int:
-        """The number of ``blocks`` that are cached and settled."""
+        """Count the ``blocks`` that are cached and settled."""
         idle, outstanding = self._cached, self._outstanding
         return sum(1 for block in blocks if block in idle and not outstanding[block])
 
     def latest_release(self, blocks: Iterable[int]) -> int:
-        """The latest ``seq`` that released one of ``blocks``; 0 if none was released."""
+        """Return the latest ``seq`` that released one of ``blocks``; 0 if none was released."""
         return max((self._release_seqs[block] for block in blocks), default=0)
 
     def reference_count(self, block: int) -> int:
-        """References to ``block`` by block tables and rows in flight."""
+        """Count the references to ``block`` by block tables and rows in flight."""
         return self._references[block]
 
     def validate(self, references: Mapping[int, int], kept: Iterable[int]) -> None:
@@ -235,7 +235,7 @@ class ReleasingBlocks:
         self.count = allocator.num_releasing
 
     def add_blocks(self, blocks: Iterable[int]) -> int:
-        """Add blocks whose references will be dropped; returns how many more become usable."""
+        """Add blocks whose references will be dropped; return how many more become usable."""
         more = 0
         for block in blocks:
             self._holds[block] += 1
@@ -259,12 +259,13 @@ class HostCopy:
 class HostBlockAllocator:
     """Allocates ids of host blocks; an id names the same block at every stage.
 
-    A freed block can be reused at once: every stage executes copies in the order of their ``seq``.
+    A freed block can be reused at once, since every stage executes copies in the order of their
+    ``seq``.
     """
 
     def __init__(self) -> None:
         self.total = 0
-        #: A stack: the most recently freed block is reused first.
+        #: A stack, so that the most recently freed block is reused first.
         self._free: list[int] = []
         self._allocated: set[int] = set()
 

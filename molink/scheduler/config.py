@@ -23,20 +23,18 @@ class SchedulerConfig:
     :mod:`molink.scheduler.micro_batches` choose for ``num_stages`` stages with ``row_bytes`` per
     transferred row. ``prefill_only_batches`` allows further prefill volumes without decode rows.
     ``max_num_batched_tokens`` bounds the rows of a prefill volume (0:
-    :mod:`molink.scheduler.chunk_size` chooses by the stages' ``profiles``). ``max_num_seqs``
-    requests hold blocks and ``max_queue_len`` wait; ``max_model_len`` bounds prompt and answer
-    together.
-
-    ``prefix_cache`` keeps blocks of finished requests for others with the same prefix. Requests
-    that may exceed ``short_context`` tokens (0: unlimited) share blocks among themselves only. A
-    decode row is followed by up to ``num_speculative_tokens`` drafts (:data:`AUTO_DRAFTS`: as many
-    as pay off), and up to ``lookahead_volumes`` volumes continue drafts in flight. ``draft_model``
-    proposes drafts if there is one. ``preemption_mode`` decides what happens to preempted KV.
-    ``max_queue_s`` is the default limit (s) of a request's wait for admission; 0 is none. Each
-    request holds one of ``state_slots`` states of recurrent layers at every stage (0: the model
-    needs none). With a prefix cache, free ones keep snapshots; a chunk is split for one that saves
-    at least ``min_snapshot_rows`` rows. With ``whole_images`` no chunk ends within an image, so it
-    may be larger.
+    :mod:`molink.scheduler.chunk_size` chooses by the stages' ``profiles``). Up to ``max_num_seqs``
+    requests hold blocks and up to ``max_queue_len`` wait; ``max_model_len`` bounds prompt and
+    answer together. ``prefix_cache`` keeps blocks of finished requests for requests with the same
+    prefix. Requests that may exceed ``short_context`` tokens (0: unlimited) share blocks among
+    themselves only. A decode row is followed by up to ``num_speculative_tokens`` drafts
+    (:data:`AUTO_DRAFTS`: as many as pay off), and up to ``lookahead_volumes`` volumes continue
+    drafts in flight. ``draft_model`` proposes drafts if there is one. ``preemption_mode`` decides
+    what happens to preempted KV. ``max_queue_s`` is the default limit in seconds of a request's
+    wait for admission; 0 means none. Each request holds one of ``state_slots`` states of recurrent
+    layers at every stage (0: the model needs none). With a prefix cache, free slots keep snapshots;
+    a chunk is split for a snapshot that saves at least ``min_snapshot_rows`` rows. With
+    ``whole_images`` no chunk ends within an image, so chunks may be larger.
     """
 
     num_blocks: int
@@ -91,7 +89,7 @@ class SchedulerConfig:
             self._check_states()
 
     def _check_states(self) -> None:
-        """Check that no state would have to be rolled back or swapped out."""
+        """Check that no recurrent state would have to be rolled back or swapped out."""
         drafts = self.num_speculative_tokens or self.lookahead_volumes
         if drafts or self.preemption_mode != "recompute":
             raise UsageError("a model with recurrent layers can't have drafts or swapping")
@@ -105,7 +103,8 @@ class SchedulerConfig:
     def max_prefill_only_rows(self) -> int:
         """Prefill rows in flight up to which prefill-only chunks may be sent.
 
-        All may queue at one stage, which has room for the largest chunks of ``2N`` micro-batches.
+        All of them may queue at one stage, which has room for the largest chunks of ``2N``
+        micro-batches.
         """
         return 2 * self.num_stages * MAX_CHUNK_ROWS
 
@@ -116,9 +115,9 @@ class SchedulerConfig:
         return predicts and self.num_speculative_tokens != 0
 
     def growth_blocks(self, running: int) -> int:
-        """Blocks reserved for the growth of ``running`` requests before another is admitted."""
+        """Return the blocks to reserve for the growth of ``running`` requests on an admission."""
         return math.ceil(running * GROWTH_TOKENS / self.block_size)
 
     def blocks_for(self, tokens: int) -> int:
-        """Blocks for the KV of ``tokens`` tokens."""
+        """Return the number of blocks for the KV of ``tokens`` tokens."""
         return -(-tokens // self.block_size)

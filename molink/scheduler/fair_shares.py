@@ -6,15 +6,15 @@ peer names its own clients, so client counters compete within their peer's share
 clients gains nothing.
 
 *Bound* (theorem 4.4, with the scheduler's admission limit). Let ``U`` be ``W_INPUT`` times the
-longest prompt plus ``W_OUTPUT`` times the tokens that running requests of one can still generate,
-at most ``max_num_seqs`` answers. Of two peers that always have waiting requests, or two clients of
-one peer, neither is served more than ``2 U`` units more than the other, provided that the policy
-keeps this order; a multi-level policy keeps it within each level.
+longest prompt plus ``W_OUTPUT`` times the tokens that the running requests of one peer or client
+can still generate, at most ``max_num_seqs`` answers. Of two peers that always have waiting
+requests, or two clients of one peer, neither is served more than ``2 U`` units more than the other,
+provided that the policy keeps this order; a multi-level policy keeps it within each level.
 
-*Slots.* Long answers would hold all slots whoever is served least. So the next request in the same
-order may preempt one of a peer, or of a client of its own peer, that holds at least two slots more
-(:meth:`FairShares.exceeds_slots`). Equal holders preempt nothing of each other, so nothing goes in
-circles.
+*Slots.* Long answers could hold all slots, even if other clients are served least. So the next
+request in this order may preempt a request of a peer, or of a client of its own peer, that holds at
+least two slots more (:meth:`FairShares.exceeds_slots`). Equal holders never preempt each other, so
+there are no preemption cycles.
 """
 
 from collections import OrderedDict
@@ -23,9 +23,9 @@ from dataclasses import dataclass
 
 from molink.scheduler.request_state import RequestState
 
-#: Units of a prompt token that the prefix cache lacks, and of a generated token, as in the paper.
+#: Units of an uncached prompt token, and of a generated token, as in the paper.
 W_INPUT, W_OUTPUT = 1, 2
-#: Counters above the floor that are kept without requests.
+#: Maximum counters above the floor that are kept without requests.
 MAX_IDLE_COUNTERS = 256
 
 
@@ -43,7 +43,7 @@ class VirtualTokenCounters:
     def __init__(self) -> None:
         #: Counters of names with requests.
         self._active: dict[str, _Counter] = {}
-        #: Units of names without requests, the latest to leave last.
+        #: Units of names without requests, in the order in which their last requests ended.
         self._idle: OrderedDict[str, int] = OrderedDict()
         #: The largest counter at an admission; new counters start here.
         self._floor = 0
@@ -69,7 +69,7 @@ class VirtualTokenCounters:
         return 0 if account is None else account.running
 
     def units_on_arrival(self, name: str) -> int:
-        """Units of a name once another request arrives; idle time earns no credit."""
+        """Return a name's units when another request arrives; idle time earns no credit."""
         account = self._active.get(name)
         if account is not None and account.waiting:
             return account.units
@@ -86,7 +86,7 @@ class VirtualTokenCounters:
         account.waiting += 1
 
     def units_before(self, name: str, backlog: Mapping[str, float]) -> float:
-        """Units of ``backlog``, by name, that are served before a new request of ``name``."""
+        """Return the units of ``backlog`` (by name) that precede a new request of ``name``."""
         own = backlog.get(name, 0.0)
         until = self.units_on_arrival(name) + own
         others = (
@@ -114,14 +114,14 @@ class VirtualTokenCounters:
         self._active[name].units += units
 
     def on_removed(self, name: str, *, waited: bool) -> list[str]:
-        """Record the end of a request; returns names whose counters are dropped."""
+        """Record the end of a request; return names whose counters are dropped."""
         account = self._active[name]
         account.waiting -= waited
         account.running -= not waited
         if account.waiting or account.running:
             return []
         del self._active[name]
-        if account.units <= self._floor:  # the floor lifts a new counter as far
+        if account.units <= self._floor:  # the floor would lift a new counter as high
             return [name]
         self._idle[name] = account.units
         return [self._idle.popitem(last=False)[0]] if len(self._idle) > MAX_IDLE_COUNTERS else []
@@ -160,8 +160,10 @@ class FairShares:
         return ordered
 
     def slot_surplus(self, holder: RequestState, other: RequestState) -> int:
-        """Slots that the peer of ``holder`` has more than that of ``other``; within a peer, that
-        its client has more."""
+        """Return how many more slots the peer of ``holder`` has than the peer of ``other``.
+
+        Within one peer, compare their clients.
+        """
         if holder.peer != other.peer:
             return self._peers.running_of(holder.peer) - self._peers.running_of(other.peer)
         counters = self._clients.get(holder.peer, VirtualTokenCounters())
@@ -171,11 +173,12 @@ class FairShares:
     def exceeds_slots(
         self, holder: RequestState, other: RequestState, lost: int = 0, gained: int = 0
     ) -> bool:
-        """Whether ``other`` may have the slot of the running ``holder``.
+        """Whether ``other`` may take the slot of the running ``holder``.
 
-        The peer or client of ``holder`` holds at least two slots more, if it has ``lost`` some and
-        that of ``other`` has ``gained`` some since. A client without any takes also the only slot
-        of another, once ``holder`` has been served since its admission what its preemption costs.
+        The peer or client of ``holder`` must hold at least two slots more, after ``lost`` slots are
+        subtracted and ``gained`` slots are added to the other side. A client without a slot may
+        also take another client's only slot, once ``holder`` has received as much service since its
+        admission as its preemption costs.
         """
         surplus = self.slot_surplus(holder, other) - lost - gained
         if surplus != 1:
@@ -187,7 +190,7 @@ class FairShares:
     def units_before(
         self, new: RequestState, backlog: Iterable[tuple[RequestState, float]]
     ) -> float:
-        """Units of ``backlog`` that are served before a new request."""
+        """Return the units of ``backlog`` that are served before a new request."""
         shared: dict[str, dict[str, float]] = {new.peer: {}}
         for state, units in backlog:
             peer, client = state.peer, state.request.client
@@ -219,9 +222,9 @@ class FairShares:
         self._add_units(state, W_OUTPUT)
 
     def charge_idle_slot(self, state: RequestState, tokens: int) -> None:
-        """Count a stalled request's slot like ``tokens`` that another one would have generated.
+        """Charge a stalled request's slot as ``tokens`` that another request would have generated.
 
-        A client that does not read would else remain the least served one, and no other client
+        Otherwise a client that does not read would remain the least served one, and no other client
         would get a slot before its waiting requests.
         """
         units = W_OUTPUT * tokens
@@ -234,7 +237,7 @@ class FairShares:
         self._clients[state.peer].on_preempted(state.request.client)
 
     def on_removed(self, state: RequestState) -> None:
-        """Record the end of a request, while ``phase`` still tells whether it waited."""
+        """Record the end of a request, while ``phase`` still says whether it was waiting."""
         peer, waited = state.peer, state.phase == "waiting"
         self._clients[peer].on_removed(state.request.client, waited=waited)
         for dropped in self._peers.on_removed(peer, waited=waited):

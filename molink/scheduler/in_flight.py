@@ -1,17 +1,17 @@
-"""Sequence numbers, and the volumes and releases in flight."""
+"""Issues sequence numbers, and tracks the volumes and releases in flight."""
 
 from dataclasses import dataclass
 
 from molink.errors import InvariantError
 from molink.wire.messages.data_plane import RequestSlice, Volume
 
-#: Numbers that may be issued beyond the oldest in flight, since stages remember a bounded number.
+#: Maximum numbers issued beyond the oldest in flight, since stages remember a bounded number.
 MAX_SEQ_SPAN = 1 << 15
 
 
 @dataclass(slots=True, eq=False)
 class RoundTripCounter:
-    """Counts ring iterations: volumes each issued after the previous one's return."""
+    """Counts ring iterations: consecutive volumes, each issued after the previous one's return."""
 
     mark_seq: int
     iterations: int = 1
@@ -22,7 +22,7 @@ class InFlightTracker:
 
     def __init__(self) -> None:
         self.last_seq = 0
-        #: In order of ``seq``.
+        #: Volumes in flight, in order of ``seq``.
         self._volumes: dict[int, Volume] = {}
         #: Issue times of all volumes, and of those that sample tokens.
         self._issued_at: dict[int, float] = {}
@@ -38,12 +38,12 @@ class InFlightTracker:
         self.cancel_iterations_max = 0
 
     def issue_seq(self) -> int:
-        """The next sequence number."""
+        """Return the next sequence number."""
         self.last_seq += 1
         return self.last_seq
 
     def count_volumes(self, *, prefill: bool) -> int:
-        """Prefill or decode volumes in flight."""
+        """Count the prefill or decode volumes in flight."""
         return self._counts[prefill]
 
     def has_volume(self, seq: int) -> bool:
@@ -52,12 +52,12 @@ class InFlightTracker:
 
     @property
     def decode_volume_rows(self) -> list[int]:
-        """Rows of each decode volume in flight, lookahead included."""
+        """Rows of each decode volume in flight, including lookahead."""
         return [volume.count for volume in self._volumes.values() if not volume.prefill]
 
     @property
     def is_window_full(self) -> bool:
-        """Whether the oldest number in flight is too old to issue more."""
+        """Whether the oldest number in flight is so old that no more may be issued."""
         oldest = min(
             next(iter(self._volumes), self.last_seq), next(iter(self._releases), self.last_seq)
         )
@@ -81,7 +81,7 @@ class InFlightTracker:
         self.num_prefill_rows += _prefill_rows(volume)
 
     def pop_volume(self, seq: int) -> tuple[tuple[RequestSlice, ...], float] | None:
-        """Remove a returned volume; its slices and issue time, ``None`` if not in flight."""
+        """Remove a returned volume; return its slices and issue time, ``None`` if not in flight."""
         volume = self._volumes.pop(seq, None)
         if volume is None:
             return None
@@ -98,13 +98,13 @@ class InFlightTracker:
         return volume.slices, self._issued_at.pop(seq)
 
     def start_cancel(self) -> RoundTripCounter:
-        """Start to count the iterations until a cancelled request's blocks return."""
+        """Start counting the iterations until a cancelled request's blocks return."""
         counter = RoundTripCounter(self.last_seq)
         self._cancel_counters.append(counter)
         return counter
 
     def record_release(self, seq: int, counter: RoundTripCounter | None) -> None:
-        """Record an issued release, with the counter of its cancel if there is one."""
+        """Record an issued release, with the counter of its cancellation, if any."""
         self._releases[seq] = counter
 
     def pop_release(self, seq: int) -> bool:
@@ -119,7 +119,7 @@ class InFlightTracker:
         return True
 
     def seqs_of_request(self, request: int) -> set[int]:
-        """Volumes in flight with rows of ``request``."""
+        """Return the volumes in flight with rows of ``request``."""
         return {
             seq
             for seq, volume in self._volumes.items()

@@ -23,13 +23,14 @@ class KVCacheManager:
     block are therefore cached, and every cached block can be evicted, in LRU order and leaves
     first.
 
-    Requests find only what others of the same cache scope left (salt and adapter), and if keys
-    depend on the maximum length (LongRoPE), only others as long: each has a root of its own in the
-    tree. Eviction is common to all.
+    Requests find only blocks of requests with the same cache scope (salt and adapter) and, if keys
+    depend on the maximum length (LongRoPE), of the same length class. Each such combination has its
+    own root in the tree. Eviction is common to all.
 
     With recurrent layers each request holds one of the ``state_slots`` as long as its blocks, and a
     cached prefix can be used up to the end of a snapshot. A released request's slot becomes the
-    snapshot of all it has computed. Further ones are copies (:meth:`choose_snapshot_end`).
+    snapshot of everything it has computed. Further snapshots are copies
+    (:meth:`choose_snapshot_end`).
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
@@ -38,11 +39,11 @@ class KVCacheManager:
         self._min_snapshot_rows = config.min_snapshot_rows
         self._tree = PrefixTree(config.block_size)
         self._block_size = config.block_size
-        #: Changes, for reports to routers.
+        #: Log of changes, for reports to routers.
         self.span_log = SpanLog()
         self._enabled = config.prefix_cache
         self._short_context = config.short_context
-        #: The last lookup: request, versions of tree and snapshots, and result.
+        #: The last lookup: its request, the versions of tree and snapshots, and the result.
         self._last_lookup: tuple[RequestState, int, int, PrefixMatch] | None = None
         self.num_hit_tokens = 0
         self.num_lookup_tokens = 0
@@ -59,8 +60,9 @@ class KVCacheManager:
         return self.num_hit_tokens / self.num_lookup_tokens if self.num_lookup_tokens else 0.0
 
     def allocate_state_slot(self, found: PrefixMatch) -> int:
-        """Allocate a slot and hold the snapshot of the match until :meth:`release_snapshot` or a
-        release; -1 for a model without states.
+        """Allocate a slot; -1 for a model without states.
+
+        The match's snapshot is held until :meth:`release_snapshot` or a release.
 
         Raises:
             InvariantError: there is no slot.
@@ -75,12 +77,12 @@ class KVCacheManager:
         return slot
 
     def choose_snapshot_end(self, state: RequestState, found: PrefixMatch) -> int:
-        """The end of whole blocks after which an admitted request's state should be kept; 0: none.
+        """Return the block boundary at which to snapshot an admitted request's state; 0: none.
 
-        As in Marconi (arXiv 2411.19379), it is where the request branches off from what others
-        have computed, which is likely to be shared again; then the chunk is split there. Without a
-        branch it is the last block of a long prompt, since the next turn of a chat may leave out
-        the beginning of this answer.
+        As in Marconi (arXiv 2411.19379), it is the point where the request branches off from cached
+        sequences, which is likely to be shared again; the chunk is split there. Without a branch it
+        is the last block boundary of a long prompt, since the next turn of a chat may omit the
+        beginning of this answer.
         """
         if not self._enabled or not self.states.are_needed:
             return 0
@@ -90,12 +92,12 @@ class KVCacheManager:
         return end if end - found.num_tokens >= self._min_snapshot_rows else 0
 
     def reclaim_released(self, seq: int) -> int:
-        """Complete the release ``seq``; returns how many blocks became usable."""
+        """Complete the release ``seq``; return how many blocks became usable."""
         self.states.allocator.reclaim_released(seq)
         return self.allocator.reclaim_released(seq)
 
     def find_prefix(self, state: RequestState) -> PrefixMatch:
-        """The cached prefix of a waiting request; its last token is always computed."""
+        """Find the cached prefix of a waiting request; its last token is always computed."""
         if not self._enabled:
             return PrefixMatch()
         versions = self._tree.version, self.states.version
@@ -108,28 +110,29 @@ class KVCacheManager:
         return found
 
     def keep_full_blocks(self, found: PrefixMatch) -> PrefixMatch:
-        """Drop the partial block from a match, so that no block is held to be copied."""
+        """Drop the partial block from a match, so that no block is held for copying."""
         full = replace(found, copy_source=-1, num_tokens=len(found.blocks) * self._block_size)
         return self._end_at_snapshot(full, full_blocks=True) if self.states.are_needed else full
 
     def list_matches(self, found: PrefixMatch) -> Iterator[PrefixMatch]:
-        """A match and shorter ones that hold fewer blocks and slots besides the request's own."""
+        """List a match and shorter ones, which hold fewer blocks and slots of others."""
         yield found
         yield self.keep_full_blocks(found)
         if found.snapshot >= 0:
             yield PrefixMatch(self._root_of(found), num_kv_tokens=found.num_kv_tokens)
 
     def can_allocate(self, found: PrefixMatch, total: int) -> bool:
-        """Whether a table of ``total`` blocks, the matched ones included, and a state slot if one
-        is needed can be allocated."""
+        """Whether a table of ``total`` blocks, and a state slot if needed, can be allocated.
+
+        ``total`` includes the matched blocks.
+        """
         lacking = total - len(found.blocks)
         if lacking > self.num_available or not self.states.can_allocate(found.snapshot):
             return False
         return lacking <= self.num_available - self.allocator.count_settled(found.matched_blocks)
 
     def allocate_table(self, found: PrefixMatch, total: int) -> list[int] | None:
-        """A table of ``total`` blocks that begins with the match; ``None`` if too few are
-        available.
+        """Allocate a table of ``total`` blocks that begins with the match; ``None`` if too few.
 
         The copy source is held until :meth:`release_copy_source` or a release.
         """
@@ -156,19 +159,19 @@ class KVCacheManager:
         return self.allocator.allocate_blocks(count)
 
     def release_copy_source(self, state: RequestState) -> None:
-        """Drop the copy source once the rows that copy from it are back."""
+        """Drop the copy source when the rows that copy from it are back."""
         self.allocator.unshare_block(state.copy_source)
         state.copy_source = -1
 
     def release_snapshot(self, state: RequestState) -> None:
-        """Drop the snapshot that a request has continued once its first rows are back."""
+        """Drop the snapshot from which a request has continued, when its first rows are back."""
         self.states.allocator.unshare_block(state.snapshot)
         state.snapshot = -1
 
     def cache_computed(self, state: RequestState) -> None:
         """Insert the full blocks that a running request has computed, for others to share.
 
-        Its copied state becomes a snapshot if its prefix is cached then.
+        Its copied state becomes a snapshot if its prefix is then cached.
         """
         state.has_cached_blocks = True
         if not self._enabled:
@@ -180,8 +183,10 @@ class KVCacheManager:
             state.kept_slot = -1
 
     def _cache_full_blocks(self, state: RequestState) -> None:
-        """Insert full blocks up to where another request's block has the same tokens, since a
-        request may only hold blocks below ones that it holds."""
+        """Insert full blocks up to one whose tokens another request's block already has.
+
+        A request may hold tree blocks only below blocks that it also holds.
+        """
         for index in range(state.tree_depth, state.num_computed // self._block_size):
             key = tuple(state.tokens[index * self._block_size : (index + 1) * self._block_size])
             if self._tree.find_child(state.tree_node, key) is not None:
@@ -190,10 +195,10 @@ class KVCacheManager:
             state.tree_depth = index + 1
 
     def release_request(self, seq: int, pending: PendingRelease) -> None:
-        """Release an ended request as of ``seq`` and cache what it has computed.
+        """Release an ended request as of ``seq``, and cache its computed blocks.
 
         A failed request's blocks, and unheld blocks below them, are evicted: if a stage's KV is
-        bad, it must not fail other requests with the same prefix.
+        bad, other requests with the same prefix must not fail, too.
         """
         state = pending.state
         leaf = state.tree_node
@@ -209,14 +214,14 @@ class KVCacheManager:
             self._evict_invalid(leaf)
 
     def collect_releasing(self, pending: Iterable[PendingRelease]) -> ReleasingBlocks:
-        """Blocks that become usable once all releases, those of ``pending`` included, complete."""
+        """Collect blocks that become usable when all releases complete, ``pending`` included."""
         found = ReleasingBlocks(self.allocator)
         for each in pending:
             found.add_blocks(each.held_blocks)
         return found
 
     def _insert_released(self, state: RequestState) -> int:
-        """Insert a request's computed blocks; returns the last node of its path."""
+        """Insert a request's computed blocks; return the last node of its path."""
         node, size, tokens, end = (
             state.tree_node,
             self._block_size,
@@ -236,7 +241,7 @@ class KVCacheManager:
         return node
 
     def _keep_released_states(self, state: RequestState) -> None:
-        """Make snapshots of the states that a request leaves, unless rows in flight change them."""
+        """Make snapshots of a released request's states, unless rows in flight change them."""
         end = state.num_computed
         if state.state_slot >= 0 and end == state.num_issued and not state.is_fresh:
             self._add_snapshot(state, state.state_slot, end)
@@ -252,18 +257,21 @@ class KVCacheManager:
             self.states.add_snapshot(slot, block, end - index * self._block_size)
 
     def _match_tokens(self, state: RequestState, end: int) -> PrefixMatch:
-        """The part of a request's first ``end`` tokens whose KV is cached."""
+        """Match the part of a request's first ``end`` tokens whose KV is cached."""
         long = 0 < self._short_context < state.kv_end
         root = find_root(state.request.cache_scope, is_other=long)
         return self._tree.match_prefix(state.tokens[:end], root)
 
     def _root_of(self, found: PrefixMatch) -> int:
-        """The root of the tree above a match."""
+        """Return the root of the tree above a match."""
         path = found.matched_blocks
         return self._tree.parent_of(path[0]) if path else found.end_node
 
     def _end_at_snapshot(self, found: PrefixMatch, *, full_blocks: bool = False) -> PrefixMatch:
-        """The longest part of a match that a snapshot ends, with no partial block if so asked."""
+        """Return the longest part of a match that ends at a snapshot.
+
+        It has no partial block if so asked.
+        """
         size, path = self._block_size, found.matched_blocks
         known = max(found.num_kv_tokens, found.num_tokens)
         for index in reversed(range(len(path))):
@@ -292,7 +300,7 @@ class KVCacheManager:
         return block
 
     def _evict_invalid(self, leaf: int) -> None:
-        """Evict the cached part of ``leaf``'s path with everything below it."""
+        """Evict the cached part of ``leaf``'s path and everything below it."""
         cached = [
             block for block in self._tree.path_to_root(leaf) if self.allocator.is_cached(block)
         ]
@@ -311,7 +319,7 @@ class KVCacheManager:
         self.allocator.evict_block(block)
 
     def validate(self, requests: Iterable[RequestState], pending: Iterable[PendingRelease]) -> None:
-        """Check that block tables and copies account for all references, and that paths are whole.
+        """Check that tables and copies account for all references, and that paths are complete.
 
         Raises:
             InvariantError: they don't.

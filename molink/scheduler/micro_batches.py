@@ -4,14 +4,15 @@
 each is smaller and reads all weights again. As in the MoLink paper (§4), every count ``K`` from the
 pipeline degree ``N`` to ``2N`` is evaluated on the measured profiles (``T_d``), links and current
 number of streams, and the best is used. A ring with ``K`` equal micro-batches is a closed chain of
-stages and links that each serve one micro-batch at a time. Its period, the time per token of a
-stream, is the longer of one micro-batch's round trip and ``K`` times the slowest stage or link.
+stages and links, each of which serves one micro-batch at a time. Its period, which is the time per
+token of a stream, is the longer of one micro-batch's round trip and ``K`` times the slowest stage
+or link.
 
 *Prefill-only chunks.* A piggybacked chunk costs least (:mod:`molink.scheduler.chunk_size`), but
 lets a prompt advance by only ``K`` chunks per round trip. If latency dominates, stages and links
 would idle: at 400 Mbps and 30 ms one way, ``K`` = 3 chunks of 128 rows take 45 of the round trip's
-110 ms. Stage 0 sends further chunks in that time, as many as keep the slowest stage or link busy;
-each is complete at every stage before the next decode volume arrives there, so no stream is
+110 ms. In the idle time, stage 0 sends further chunks, as many as keep the slowest stage or link
+busy. Each is complete at every stage before the next decode volume arrives there, so no stream is
 delayed.
 """
 
@@ -29,10 +30,10 @@ _ROUNDING = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class PrefillOnlyWindow:
-    """When prefill-only chunks may be sent.
+    """Says when prefill-only chunks may be sent.
 
     Up to ``max_volumes`` prefill volumes may be in flight, 0 if the stages are unknown. A chunk may
-    be sent within ``window_s`` seconds of the oldest awaited volume's issue; never if that is
+    be sent within ``window_s`` seconds after the oldest awaited volume was issued; never if that is
     negative.
     """
 
@@ -40,8 +41,8 @@ class PrefillOnlyWindow:
     window_s: float
 
 
-#: Seconds of prefill rows in flight on the slowest link: the delay of a prompt that overtakes
-#: another. Below ``MIN_LINK_ROWS`` rows, chunks are not reduced.
+#: Seconds' worth of prefill rows in flight on the slowest link, which delay a prompt that overtakes
+#: another. Chunks are not reduced below ``MIN_LINK_ROWS`` rows.
 MAX_LINK_BACKLOG_S = 0.75
 MIN_LINK_ROWS = 64
 
@@ -51,12 +52,12 @@ NO_WINDOW = PrefillOnlyWindow(0, 0.0)
 def prefill_only_window(
     times: RingTimes, rows: int, before: int, piggybacked: int, context: float = 0
 ) -> PrefillOnlyWindow:
-    """The window for chunks of ``rows`` rows after ``before`` tokens of their prompt.
+    """Return the window for chunks of ``rows`` rows after ``before`` tokens of their prompt.
 
     Micro-batches have ``piggybacked`` decode rows after ``context`` tokens on average. A chunk that
-    stage 0 starts right before a decode volume returns stays ahead of it all the way: where its
-    step is longer than the decode's previous ones, the decode volume waits. (A decode volume that
-    overtakes the chunk on a link is late by at most the rest of one step.)
+    stage 0 starts right before a decode volume returns stays ahead of it at all stages, and delays
+    it at each stage where the chunk's step is longer than the decode steps before. (A decode volume
+    that overtakes the chunk on a link is late by at most the rest of one step.)
     """
     chunks = [profile.prefill_s(rows, before) for profile in times.profiles]
     sends = [times.send_s(index, rows) for index in range(len(times.links))]
@@ -71,12 +72,12 @@ def prefill_only_window(
 
 
 def link_chunk_rows(times: RingTimes, volumes: int) -> int | None:
-    """Rows of a chunk with ``volumes`` in flight that the links sustain; ``None`` if unbounded."""
+    """Return the rows per chunk that links sustain with ``volumes`` in flight, if bounded."""
     slowest = max((times.send_s(index, 1) for index in range(len(times.links))), default=0.0)
     return max(MIN_LINK_ROWS, int(MAX_LINK_BACKLOG_S / (volumes * slowest))) if slowest else None
 
 
-#: Minimum relative gain in time per token that justifies another count.
+#: Minimum relative gain in time per token that justifies a larger count.
 MIN_GAIN = 0.005
 _MEMO_SIZE = 1024
 #: Context lengths are rounded down to multiples of this for the memos.
@@ -97,7 +98,7 @@ class MicroBatchEstimate:
 
 
 def estimate_counts(times: RingTimes, streams: int, context: float = 0) -> list[MicroBatchEstimate]:
-    """Estimates for each count from ``N`` to ``2N``, with ``streams`` of ``context`` tokens."""
+    """Estimate each count from ``N`` to ``2N``, with ``streams`` of ``context`` tokens."""
     degree = len(times.profiles)
     return [
         _estimate_count(times, count, streams, context) for count in range(degree, 2 * degree + 1)
@@ -105,7 +106,7 @@ def estimate_counts(times: RingTimes, streams: int, context: float = 0) -> list[
 
 
 def choose_best(curve: Sequence[MicroBatchEstimate]) -> MicroBatchEstimate:
-    """The smallest count that is within :data:`MIN_GAIN` of the best."""
+    """Return the smallest count within :data:`MIN_GAIN` of the best."""
     best = smallest_near_best(range(len(curve)), [each.token_s for each in curve], 1 + MIN_GAIN)
     return curve[best]
 
@@ -141,11 +142,11 @@ class MicroBatchCount:
         self.allows_prefill_only = allows_prefill_only and bool(self._profiles)
         self._row_bytes = row_bytes
         self._links = (LinkFacts(),) * degree
-        #: By streams and context: the best estimate, and seconds per token of each count.
+        #: Memo by streams and context: the best estimate, and seconds per token of each count.
         self._curves: dict[tuple[int, int], tuple[MicroBatchEstimate, dict[int, float]]] = {}
-        #: By rows, tokens before them, piggybacked rows and context.
+        #: Memo of windows by rows, tokens before them, piggybacked rows and context.
         self._windows: dict[tuple[int, int, int, int], PrefillOnlyWindow] = {}
-        #: By micro-batches in flight.
+        #: Memo of chunk rows by micro-batches in flight.
         self._link_rows: dict[int, int | None] = {}
         #: Micro-batches in flight.
         self.count = fixed or degree
@@ -159,7 +160,7 @@ class MicroBatchCount:
         self._link_rows.clear()
 
     def update_count(self, streams: int, context: int = 0) -> int:
-        """``K`` for ``streams`` decoding streams of ``context`` tokens each on average."""
+        """Return ``K`` for ``streams`` decoding streams of ``context`` tokens each on average."""
         if self.is_adaptive and streams:
             self.count = self._choose_count(streams, _round_context(context))
         return self.count
@@ -172,7 +173,7 @@ class MicroBatchCount:
     def prefill_only_window(
         self, rows: int, before: int, streams: int, context: int = 0
     ) -> PrefillOnlyWindow:
-        """The window for prefill-only chunks, closed if they are disabled or stages are unknown."""
+        """Return the window for prefill-only chunks; closed if disabled or stages are unknown."""
         if not self.allows_prefill_only:
             return NO_WINDOW
         piggybacked = -(-streams // self.count)
@@ -185,7 +186,7 @@ class MicroBatchCount:
 
     @property
     def link_chunk_rows(self) -> int | None:
-        """Rows of a chunk that the links sustain with the current count."""
+        """Return the rows per chunk that links sustain with the current count."""
         if self.count not in self._link_rows:
             self._link_rows[self.count] = link_chunk_rows(self._ring_times, self.count)
         return self._link_rows[self.count]
@@ -206,7 +207,7 @@ class MicroBatchCount:
 
 
 def _known_profiles(profiles: Sequence[Profile], degree: int) -> tuple[Profile, ...]:
-    """The profiles if all ``degree`` stages are known, else none."""
+    """The profiles if all ``degree`` stages are known, otherwise none."""
     known = len(profiles) == degree and all(profile.is_known for profile in profiles)
     return tuple(profiles) if known else ()
 

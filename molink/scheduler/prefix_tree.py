@@ -18,14 +18,14 @@ from molink.routing.cache_report import (
 #: The token ids of a block.
 BlockTokens = tuple[int, ...]
 #: Parents of first blocks without a scope; the second is for sequences whose keys differ for the
-#: same tokens. :func:`find_root` has those of scopes.
+#: same tokens. :func:`find_root` returns the parents for scopes.
 ROOT, OTHER_ROOT = -1, -2
 
 
 def find_root(cache_scope: bytes, *, is_other: bool = False) -> int:
-    """The parent of first blocks of sequences of a scope: a negative number of its own.
+    """Return the parent of first blocks of a scope's sequences: a negative number of its own.
 
-    The number spells the scope, so roots need no table. ``is_other`` as in :data:`OTHER_ROOT`.
+    The number encodes the scope, so roots need no table. ``is_other`` is as in :data:`OTHER_ROOT`.
     """
     number = int.from_bytes(b"\x01" + cache_scope, "big") if cache_scope else 0
     return (OTHER_ROOT if is_other else ROOT) - 2 * number
@@ -36,10 +36,9 @@ class PrefixMatch:
     """The cached prefix of a token sequence.
 
     The full ``blocks`` lead from the root to ``end_node``. ``copy_source`` is a block that begins
-    with the tokens that follow, up to ``num_tokens`` in all; -1 if there are none.
-
-    With recurrent layers, it ends where a ``snapshot`` (a slot) has the state; -1 if there is none.
-    ``num_kv_tokens`` are the tokens whose KV is cached with or without a state.
+    with the following tokens, up to ``num_tokens`` in all; -1 if there is none. With recurrent
+    layers, the prefix ends where a ``snapshot`` (a slot) has the state; -1 if there is none.
+    ``num_kv_tokens`` counts the tokens whose KV is cached, with or without a state.
     """
 
     end_node: int = ROOT
@@ -51,7 +50,7 @@ class PrefixMatch:
 
     @property
     def matched_blocks(self) -> tuple[int, ...]:
-        """All blocks with its tokens, in order."""
+        """All blocks with the prefix's tokens, in order."""
         return self.blocks if self.copy_source < 0 else (*self.blocks, self.copy_source)
 
 
@@ -69,7 +68,7 @@ class PrefixTree:
         self._locations: dict[int, tuple[int, BlockTokens]] = {}
         #: The inverse of ``_locations``.
         self._children: dict[tuple[int, BlockTokens], int] = {}
-        #: Sorted keys of each block's children: the best partial match is next to the insertion
+        #: Sorted keys of each block's children; the best partial match is next to the insertion
         #: point.
         self._sorted_keys: dict[int, list[BlockTokens]] = {}
         #: Incremented by every change, which may invalidate earlier matches.
@@ -85,9 +84,9 @@ class PrefixTree:
         return block in self._locations
 
     def match_prefix(self, tokens: Sequence[int], root: int = ROOT) -> PrefixMatch:
-        """The longest cached prefix of ``tokens`` below ``root``, to the token.
+        """Find the longest cached prefix of ``tokens`` below ``root``, to the token.
 
-        Nothing below another root is seen or told.
+        Blocks below other roots are never used or revealed.
         """
         size, end, blocks = self._block_size, root, list[int]()
         for last in range(size, len(tokens) + 1, size):
@@ -104,11 +103,11 @@ class PrefixTree:
         return self._locations[block][0]
 
     def count_tokens(self, block: int) -> int:
-        """The number of tokens of a block in the tree."""
+        """Return the number of tokens of a block in the tree."""
         return len(self._locations[block][1])
 
     def find_child(self, parent: int, key: BlockTokens) -> int | None:
-        """The child of ``parent`` with the tokens ``key``."""
+        """Return the child of ``parent`` with the tokens ``key``."""
         return self._children.get((parent, key))
 
     def insert_block(self, parent: int, key: BlockTokens, block: int) -> None:
@@ -150,7 +149,7 @@ class PrefixTree:
         return at < len(keys) and keys[at][: len(key)] == key
 
     def find_shorter(self, parent: int, key: BlockTokens) -> int | None:
-        """A child of ``parent`` that is a proper prefix of ``key``."""
+        """Return a child of ``parent`` that is a proper prefix of ``key``."""
         keys = self._sorted_keys.get(parent, [])
         at = bisect_left(keys, key) - 1
         if at < 0 or key[: len(keys[at])] != keys[at]:
@@ -158,13 +157,13 @@ class PrefixTree:
         return self._children[parent, keys[at]]
 
     def path_to_root(self, block: int) -> Iterator[int]:
-        """``block`` and its ancestors, root excluded."""
+        """Yield ``block`` and its ancestors, without the root."""
         while block >= 0:
             yield block
             block = self._locations[block][0]
 
     def list_subtree(self, top: int) -> list[int]:
-        """``top`` and its descendants, parents first."""
+        """Return ``top`` and its descendants, parents first."""
         found = [top]
         for block in found:
             found += (self._children[block, key] for key in self._sorted_keys.get(block, ()))
@@ -191,8 +190,7 @@ class PrefixTree:
             raise InvariantError("a block does not lead to a root")
 
     def _closest_child(self, parent: int, tokens: BlockTokens) -> tuple[int, int]:
-        """The child of ``parent`` that shares most leading ``tokens``, and their number; -1 if
-        none."""
+        """Return the child with most leading ``tokens`` in common (-1: none), and their number."""
         keys = self._sorted_keys.get(parent, [])
         at = bisect_left(keys, tokens)
         best, maximum = -1, 0
@@ -210,22 +208,22 @@ def _common_length(one: BlockTokens, other: BlockTokens) -> int:
     return min(len(one), len(other))
 
 
-#: Changes that are remembered; older reports get the latest spans instead.
+#: Number of changes remembered; older reports get the latest spans instead.
 MAX_CHANGES = MAX_DIGESTS
 
 
 class SpanLog:
     """Spans of the cached blocks and their latest changes, for reports to routers.
 
-    A span is cached with the block that it ends in. Sequences below :data:`OTHER_ROOT`, or its like
-    with a scope, are left out.
+    A span is cached with the block in which it ends. Sequences below :data:`OTHER_ROOT`, or its
+    counterparts of scopes, are left out.
     """
 
     def __init__(self) -> None:
-        #: For each full block: the digest of its last whole span, the tokens after it, and the
-        #: spans that end in it.
+        #: For each full block: the digest of its last complete span, the tokens after that span,
+        #: and the spans that end in the block.
         self._blocks: dict[int, tuple[bytes, BlockTokens, tuple[int, ...]]] = {}
-        #: Blocks that each span ends in; several if long blocks differ behind it.
+        #: Blocks in which each span ends; several if long blocks differ after the span.
         self._span_counts: Counter[int] = Counter()
         self._changed_spans: deque[int] = deque(maxlen=MAX_CHANGES)
         #: Number of changes.
@@ -262,7 +260,7 @@ class SpanLog:
                 self._record_change(span)
 
     def changes_since(self, version: int) -> tuple[bool, tuple[int, ...], tuple[int, ...]]:
-        """Whether the report is complete, the added spans and the evicted ones since ``version``.
+        """Return whether the report is complete, and spans added and evicted since ``version``.
 
         If ``version`` is too old, the latest spans are reported.
         """

@@ -11,13 +11,14 @@ from molink.scheduler.policies.base import SchedulingPolicy
 from molink.scheduler.prefix_tree import ROOT, PrefixMatch
 from molink.scheduler.request_state import PendingRelease, RequestState
 
-#: Seconds that a request of a client with too few slots waits for one to become free before it
-#: preempts another client's. Most often one does, and no prompt is computed twice.
+#: Seconds that a request of a client with too few slots waits for a free slot before it preempts
+#: another client's request. Usually a slot becomes free in that time, and no prompt is computed
+#: twice.
 PREEMPT_AFTER_S = 1.0
 
 
 class RequestQueues:
-    """Keeps each request in one place and answers which can be admitted, run or preempted.
+    """Keeps each request in one queue, and selects requests to admit, run or preempt.
 
     The scheduling policy orders them.
     """
@@ -26,7 +27,7 @@ class RequestQueues:
         self.policy = policy
         self._requests: dict[tuple[str, str], RequestState] = {}
         self.fair_shares = FairShares()
-        #: Preempted requests, the latest first, then the others in order of arrival.
+        #: Preempted requests, latest first, then the others in order of arrival.
         self._waiting: OrderedDict[RequestState, None] = OrderedDict()
         #: Tokens to compute of all waiting requests; KV in host memory is not counted.
         self.num_waiting_tokens = 0
@@ -38,7 +39,7 @@ class RequestQueues:
         self._decode_ready: dict[int, RequestState] = {}
         self._pending_releases: list[PendingRelease] = []
         self._next_id = 0
-        #: Tokens of a stalled request's slot that are not charged yet, below 1.
+        #: Fraction of a token, per stalled request's slot, that is not charged yet.
         self._idle_tokens = 0.0
         #: The cached result of :meth:`next_admitted`.
         self._next_admitted: tuple[RequestState | None] | None = None
@@ -80,19 +81,19 @@ class RequestQueues:
         return self._requests.get((peer, key))
 
     def get_by_id(self, request_id: int) -> RequestState | None:
-        """The running request that stages know as ``request_id``."""
+        """Return the running request that stages know as ``request_id``."""
         return self._running.get(request_id)
 
     def requests_of_peer(self, peer: str) -> list[RequestState]:
         return [state for (name, _), state in self._requests.items() if name == peer]
 
     def decode_order(self, now: float) -> Sequence[RequestState]:
-        """Decoding requests that are not stalled, in flight or not, in running order."""
+        """Return the decoding requests that are not stalled, in flight or not, in running order."""
         requests = [*self._decode_ready.values(), *self.decodes_in_flight()]
         return self.policy.order_running([state for state in requests if not state.is_stalled], now)
 
     def prefill_order(self, now: float, *, closed: bool = False) -> Sequence[RequestState]:
-        """Requests with prompt rows to issue, in running order.
+        """Return the requests with prompt rows to issue, in running order.
 
         The next request to admit is among them unless ``closed``.
         """
@@ -111,7 +112,7 @@ class RequestQueues:
         )
 
     def next_admitted(self, now: float) -> RequestState | None:
-        """The request to admit next; stalled ones are skipped."""
+        """Return the request to admit next; stalled ones are skipped."""
         if self._next_admitted is None:
             able = [state for state in self._waiting if not state.is_stalled]
             ordered = self.fair_shares.order_waiting(able)
@@ -119,7 +120,7 @@ class RequestQueues:
         return self._next_admitted[0]
 
     def next_preemptors(self, now: float) -> Iterator[RequestState]:
-        """Requests of the next client for which others may be preempted, in order."""
+        """Return the next client's requests for which others may be preempted, in order."""
         count = self.policy.max_preemptors
         if count == 1:
             first = self.next_admitted(now)
@@ -133,16 +134,16 @@ class RequestQueues:
         yield from sorted(ordered, key=lambda state: state.request.priority)[:count]
 
     def next_swapped(self, now: float) -> RequestState | None:
-        """The request to admit next, if its KV is in host memory.
+        """Return the request to admit next, if its KV is in host memory.
 
-        It does not swap in the request that the policy estimates to run soonest: a preempted
-        request would displace its preemptor and be preempted again, forever.
+        Requests are not swapped in by estimated time to run: a preempted request would displace its
+        preemptor and be preempted again, forever.
         """
         first = self.next_admitted(now)
         return first if first is not None and first.host_copy is not None else None
 
     def latest_scheduled(self, now: float) -> list[RequestState]:
-        """Running requests that are not scheduled now, the latest next schedule first."""
+        """Return running requests that are not scheduled now, the one scheduled last first."""
         admitted = list(self._running.values())
         scheduled = self.policy.estimate_next_scheduled(admitted, len(admitted), now)
         later = [
@@ -152,7 +153,7 @@ class RequestQueues:
         return sorted(later, key=scheduled.__getitem__, reverse=True)
 
     def estimate_swapped(self, now: float) -> Mapping[RequestState, float]:
-        """Swapped-out requests and the estimated seconds until each is scheduled."""
+        """Estimate the seconds until each swapped-out request is scheduled."""
         requests = [state for state in self._waiting if state.host_copy is not None]
         return (
             self.policy.estimate_next_scheduled(requests, len(self._running), now)
@@ -171,13 +172,13 @@ class RequestQueues:
     def preemption_candidates(
         self, preemptor: RequestState, now: float, num_admitted: int = 0
     ) -> Iterator[RequestState]:
-        """Requests to preempt for ``preemptor``, which lacks a block or waits for admission.
+        """Yield requests to preempt for ``preemptor``, which lacks a block or waits for admission.
 
-        Idle requests come first, then those with rows in flight; among them those that the policy
-        selects, then those of clients with too many slots. For a waiting preemptor it skips
-        requests that would be readmitted before it, and requests that have not run since their
-        admission, so that every admission makes progress. ``num_admitted`` requests of its client
-        have their slots, but are not admitted yet.
+        Idle requests come first, then requests with rows in flight; in each group, requests that
+        the policy selects come before requests of clients with too many slots. For a waiting
+        preemptor, requests are skipped that would be readmitted before it, or that have not run
+        since their admission, so that every admission makes progress. ``num_admitted`` requests of
+        the preemptor's client have slots reserved, but are not admitted yet.
 
         Raises:
             InvariantError: the policy selects a request that can't be preempted.
@@ -201,7 +202,7 @@ class RequestQueues:
     def charge_idle_slots(self, num_tokens: int) -> None:
         """Charge stalled requests for their slots while others wait for one.
 
-        ``num_tokens`` have been sampled; each stalled request counts like the mean of the others.
+        ``num_tokens`` were sampled; each stalled request is charged the mean of the others.
         """
         if not self._waiting or not num_tokens:
             return
@@ -225,11 +226,12 @@ class RequestQueues:
         selected: Sequence[RequestState],
         num_admitted: int,
     ) -> RequestState | None:
-        """The request of another client with too many slots that gives way to a waiting one.
+        """Choose a request of another client with too many slots to preempt for a waiting one.
 
-        Of the client with the most, one that is stalled, else the least urgent one that costs least
-        to resume; it has a token since its admission, or computing it again would never end.
-        ``selected`` give way already.
+        It belongs to the client with the most slots. A stalled request is preferred, otherwise the
+        least urgent one that costs least to resume. It must have generated a token since its
+        admission; otherwise it could be recomputed forever. ``selected`` requests are already being
+        preempted.
         """
         shares = self.fair_shares
         if (
@@ -295,7 +297,7 @@ class RequestQueues:
         return selected is not None
 
     def is_idle(self, state: RequestState) -> bool:
-        """Whether it has no rows in flight or in the volume being composed."""
+        """Whether the request has no rows in flight or in the volume being composed."""
         return not state.in_flight and (
             state.id in self._decode_ready or state.id in self._prefilling
         )
@@ -318,8 +320,8 @@ class RequestQueues:
     ) -> None:
         """Admit a waiting request with blocks for all its tokens.
 
-        The first blocks are ``found`` in the prefix cache; the next ``restored`` ones come from
-        host memory.
+        The first ``found`` blocks come from the prefix cache, the next ``restored`` ones from host
+        memory.
         """
         self._remove_waiting(state)
         state.start_admission(self._next_id, blocks, found, restored)
@@ -337,11 +339,11 @@ class RequestQueues:
             state.phase = "decode"
 
     def mark_decode_ready(self, state: RequestState) -> None:
-        """Record that the sampled token is back: the request can decode on."""
+        """Record that the sampled token is back, so that the request can decode further."""
         self._decode_ready[state.id] = state
 
     def preempt_request(self, state: RequestState) -> None:
-        """Take a running request's blocks; it waits with its tokens so far."""
+        """Take a running request's blocks; it waits and keeps its tokens."""
         self._remove_running(state, None)
         self.fair_shares.on_preempted(state)
         state.phase = "waiting"
@@ -363,7 +365,7 @@ class RequestQueues:
         self.policy.on_removed(state, now)
 
     def pop_pending_releases(self) -> list[PendingRelease]:
-        """The ended admissions whose release is to be issued now."""
+        """Pop the ended admissions whose release must be issued now."""
         pending, self._pending_releases = self._pending_releases, []
         return pending
 
@@ -386,7 +388,7 @@ class RequestQueues:
         state.tree_node = ROOT
 
     def validate(self) -> None:
-        """Check that every request is where its phase says.
+        """Check that every request is in the queue of its phase.
 
         Raises:
             InvariantError: one is not.
@@ -425,5 +427,5 @@ class RequestQueues:
 
 
 def _tokens_to_compute(state: RequestState) -> int:
-    """Tokens to compute before the request can decode on."""
+    """Return the number of tokens to compute before the request can decode further."""
     return len(state.tokens) - (state.host_copy.num_tokens if state.host_copy is not None else 0)

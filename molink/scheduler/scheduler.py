@@ -39,13 +39,13 @@ from molink.wire.messages.data_plane import (
 from molink.wire.messages.load import SchedulerLoad
 from molink.wire.messages.serving import FinishReason, OutputToken, Rejected
 
-#: Why the last stage has no token for a request.
+#: Reason for a request's failure if the last stage has no token for it.
 _NO_TOKEN_REASON = (
     "a stage could not compute this request (its logits were unusable, or its grammar is too"
     " complex: that PC's log says which)"
 )
 
-#: Alternatives of sampled tokens, or rows (f32) of an embedding model, by (request id, position).
+#: Alternatives to sampled tokens, or rows (f32) of an embedding model, by (request id, position).
 TokenReports = Mapping[tuple[int, int], TopLogprobs | bytes]
 
 
@@ -87,9 +87,9 @@ class Scheduler:
         self._counts = self._stats.counts
 
     def submit_request(self, state: RequestState, now: float) -> list[Emission]:
-        """Queue a request; returns the rejection of the request that it displaced, if any.
+        """Queue a request; return the rejection of the request that it displaced, if any.
 
-        A peer with fewer queue slots may displace another's request from a full queue, see
+        A peer with fewer queue slots may displace another peer's request from a full queue; see
         :meth:`QueueLimits.choose_displaced`.
 
         Raises:
@@ -114,7 +114,7 @@ class Scheduler:
     def expire_requests(self, now: float) -> list[Emission]:
         """Reject requests that have waited too long; call it often.
 
-        A request expires after ``max_queue_s`` seconds, or when no token can meet its deadline.
+        A request expires after ``max_queue_s`` seconds, or when it can no longer meet its deadline.
         Preempted requests never expire.
         """
         self._wait_estimator.observe_served(now)
@@ -144,7 +144,7 @@ class Scheduler:
             self._cancel_state(state, now)
 
     def cancel_peer(self, peer: str, now: float) -> None:
-        """Cancel all requests of a peer that is gone."""
+        """Cancel all requests of a peer that has left."""
         for state in self._queues.requests_of_peer(peer):
             self._cancel_state(state, now)
 
@@ -155,10 +155,10 @@ class Scheduler:
             state.num_credited = max(state.num_credited, min(position, len(state.tokens)))
 
     def next_batch(self, now: float, *, prefill: bool = True) -> MicroBatch | None:
-        """The next micro-batch for stage 0: at most one decode and one prefill volume.
+        """Compose the next micro-batch for stage 0: at most one decode and one prefill volume.
 
-        It always includes the releases of requests that ended since the last call, however many
-        volumes are in flight. Pass ``prefill=False`` while stage 0 has a partly executed prefill
+        It always includes the releases of requests that ended since the last call, for any number
+        of volumes in flight. Pass ``prefill=False`` while stage 0 has a partly executed prefill
         volume.
         """
         batch = self._batcher.compose_batch(now, prefill=prefill)
@@ -181,10 +181,10 @@ class Scheduler:
     def on_sampled(
         self, message: SamplerOutput, reports: TokenReports, now: float
     ) -> list[Emission]:
-        """Process a volume's sampled tokens; returns messages for the requests' peers.
+        """Process a volume's sampled tokens; return messages for the requests' peers.
 
-        A request fails if its rows should have been sampled but it is in neither ``sampled`` nor
-        ``failed``, or if it has tokens without rows.
+        A request fails if it should have been sampled but is in neither ``sampled`` nor ``failed``,
+        or if it has tokens without rows.
         """
         slices, seconds = self._pop_volume(message.seq, now)
         choices: dict[int, list[SampledId]] = {}
@@ -254,7 +254,7 @@ class Scheduler:
         self._batcher.set_times(times)
 
     def pop_draft_batch(self) -> DraftBatch | None:
-        """The draft model's next batch, if any; ask after :meth:`next_batch`."""
+        """Return the draft model's next batch, if any; call it after :meth:`next_batch`."""
         return self._speculation.draft_queue.pop_batch()
 
     def on_draft_results(self, found: DraftResults) -> None:
@@ -275,20 +275,19 @@ class Scheduler:
 
     @property
     def num_strays(self) -> int:
-        """Messages about volumes or releases not in flight: a stage misbehaves."""
+        """Number of messages about volumes or releases not in flight: a stage misbehaves."""
         return int(self._counts["strays"])
 
     def collect_stats(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Counters of this epoch, and gauges; see :class:`SchedulerStats`."""
+        """Collect this epoch's counters, and gauges; see :class:`SchedulerStats`."""
         return self._stats.read_counters(), self._stats.read_gauges()
 
     def report_load(self, pipeline: str, now: float) -> SchedulerLoad:
-        """The load that is reported to other peers."""
+        """Create the load report for other peers."""
         return self._stats.report_load(pipeline, now)
 
     def cache_report(self, version: int) -> CacheReport:
-        """Changes of the prefix cache since ``version`` of an earlier report of this epoch; -1 if
-        none."""
+        """Report changes of the prefix cache since ``version`` of an earlier report (-1: none)."""
         log, config = self._cache.span_log, self.config
         whole, added, evicted = log.changes_since(version)
         room = config.num_blocks * config.block_size
@@ -349,7 +348,7 @@ class Scheduler:
             self._counts["queue_seconds"] += now - state.arrived_at
 
     def _pop_volume(self, seq: int, now: float) -> tuple[tuple[RequestSlice, ...], float]:
-        """Remove a returned volume; its slices and the seconds that it took."""
+        """Remove a returned volume; return its slices and the seconds that it took."""
         returned = self._in_flight.pop_volume(seq)
         if returned is None:
             self._count_stray("volume", seq, now)
@@ -359,7 +358,7 @@ class Scheduler:
         return request_slice, now - issued_at
 
     def _settle_rows(self, state: RequestState, request_slice: RequestSlice, seq: int) -> bool:
-        """Remove returned rows; whether their tokens are awaited."""
+        """Remove returned rows; return whether their tokens are awaited."""
         self._speculation.num_drafted += len(request_slice.drafts)
         del state.in_flight[seq]
         if seq not in state.awaited_seqs:
@@ -400,7 +399,7 @@ class Scheduler:
         self._counts["tokens"] += 1
         if not state.has_cached_blocks:
             self._cache.cache_computed(state)
-        state.num_issued = len(state.tokens)  # the previous token had a row, if only as a draft
+        state.num_issued = len(state.tokens)  # the previous token had a row, at least as a draft
         state.tokens.append(choice.token)
         self._queues.fair_shares.on_token(state)
         if state.num_generated == 1:

@@ -1,4 +1,4 @@
-"""Slots for states of recurrent layers: those of requests, and snapshots for the prefix cache."""
+"""Slots for states of recurrent layers: of requests, and of snapshots for the prefix cache."""
 
 from collections.abc import Mapping
 
@@ -11,16 +11,15 @@ class StateSlots:
     """Allocates slots to requests; the others may keep snapshots.
 
     A snapshot is the state after a prefix whose KV is cached. It belongs to the KV block with the
-    prefix's last token, by how many tokens of this block it has seen, and is dropped with the
-    block. Slots that requests need are taken from the least recently used snapshots. A block has at
-    most one for each number of its tokens.
-
-    To the allocator, slots are blocks and snapshots are cached ones.
+    prefix's last token, under the number of that block's tokens that it has seen, and is dropped
+    with the block. A block has at most one snapshot per number of its tokens. Requests take slots
+    from the least recently used snapshots. For the allocator, slots are blocks, and snapshots are
+    cached blocks.
     """
 
     def __init__(self, slots: int) -> None:
         self.allocator = BlockAllocator(slots)
-        #: Slots of each KV block's snapshots, by the number of the block's tokens.
+        #: Slots of each KV block's snapshots, by number of the block's tokens.
         self._snapshots: dict[int, dict[int, int]] = {}
         #: The inverse: KV block and number of its tokens.
         self._places: dict[int, tuple[int, int]] = {}
@@ -33,14 +32,14 @@ class StateSlots:
         return self.allocator.total > 0
 
     def can_allocate(self, source: int) -> bool:
-        """Whether a request can have a slot while it holds the snapshot ``source`` (-1: none)."""
+        """Whether a request can get a slot while it holds the snapshot ``source`` (-1: none)."""
         if not self.are_needed:
             return True
         allocator, held = self.allocator, (source,) if source >= 0 else ()
         return allocator.num_free + allocator.num_settled > allocator.count_settled(held)
 
     def allocate_slot(self) -> int | None:
-        """Allocate a slot, that of a snapshot if necessary; ``None`` if there is none.
+        """Allocate a slot, if necessary a snapshot's; ``None`` if there is none.
 
         A snapshot whose release is in flight is kept, since its slot can't be used yet.
         """
@@ -56,8 +55,10 @@ class StateSlots:
         return None if slots is None else slots[0]
 
     def find_snapshot(self, block: int, minimum: int, maximum: int) -> tuple[int, int] | None:
-        """Tokens and slot of the snapshot of ``block`` that has seen most of its tokens, from
-        ``minimum`` to ``maximum``."""
+        """Find the snapshot of ``block`` that has seen most of its tokens; return tokens and slot.
+
+        Its tokens are between ``minimum`` and ``maximum``.
+        """
         found = self._snapshots.get(block, {})
         tokens = max((each for each in found if minimum <= each <= maximum), default=None)
         return None if tokens is None else (tokens, found[tokens])
@@ -69,7 +70,7 @@ class StateSlots:
             self._set_place(slot, block, tokens)
 
     def move_snapshots(self, before: int, block: int) -> None:
-        """Let ``block``, which begins with all tokens of ``before``, have its snapshots."""
+        """Move the snapshots of ``before`` to ``block``, which begins with all its tokens."""
         for tokens, slot in tuple(self._snapshots.get(before, {}).items()):
             if tokens not in self._snapshots.get(block, {}):
                 self._clear_place(slot)
@@ -82,10 +83,9 @@ class StateSlots:
                 self._drop_snapshot(slot)
 
     def validate(self, references: Mapping[int, int], tree: PrefixTree) -> None:
-        """Check that ``references`` are those of the slots, and that snapshots are in the tree.
+        """Check that ``references`` match the slots, and that snapshots are in the tree.
 
-        Raises:
-            InvariantError: they aren't.
+        Raises: InvariantError: they don't.
         """
         self.allocator.validate(references, self._places)
         places = {

@@ -21,7 +21,7 @@ MAX_SCHEDULED_MS = 3_600_000
 def report_request(
     state: RequestState, next_scheduled: Mapping[RequestState, float], now: float
 ) -> RequestLoad:
-    """A request's entry in the load report. It counts as prefill until its first token."""
+    """Create a request's entry in the load report. It counts as prefill until its first token."""
     assert state.phase != "gone", "ended requests are in no queue"
     phase: Literal["waiting", "swapped", "prefill", "decode"]
     phase = "prefill" if state.phase == "decode" and not state.num_generated else state.phase
@@ -50,14 +50,14 @@ COUNTER_NAMES = (
 
 
 class SchedulerStats:
-    """Figures of a scheduler, from its batcher and the batcher's parts."""
+    """Figures of a scheduler, collected from its batcher and the batcher's parts."""
 
     def __init__(self, batcher: Batcher) -> None:
         self._batcher = batcher
         self._queues, self._cache, self._swap = batcher.queues, batcher.cache, batcher.swap
-        #: By the names in :data:`COUNTER_NAMES`.
+        #: Counters by the names in :data:`COUNTER_NAMES`.
         self.counts: dict[str, float] = dict.fromkeys(COUNTER_NAMES, 0)
-        #: At the last report: seconds until the first swapped-out request is scheduled.
+        #: Seconds until the first swapped-out request is scheduled, at the last report.
         self._first_swapped_s = 0.0
 
     def read_counters(self) -> dict[str, float]:
@@ -84,8 +84,8 @@ class SchedulerStats:
     def read_gauges(self) -> dict[str, float]:
         """Current values, by name.
 
-        ``*_cancel_iterations_*`` counts ring iterations from the cancel of a running request until
-        its blocks are usable again, the first one included. Blocks are ``used``, ``free``, or
+        ``*_cancel_iterations_*`` counts ring iterations from the cancellation of a running request
+        until its blocks are usable again, including the first. Blocks are ``used``, ``free``, or
         ``cached`` and evictable.
         """
         cache, queues, host = self._cache, self._queues, self._swap.host_blocks
@@ -117,7 +117,7 @@ class SchedulerStats:
         return {f"scheduler_{name}": float(value) for name, value in gauges.items()}
 
     def report_load(self, pipeline: str, now: float) -> SchedulerLoad:
-        """The load that is reported to other peers."""
+        """Create the load report for other peers."""
         blocks, next_scheduled = self._cache.allocator, self._queues.estimate_swapped(now)
         self._first_swapped_s = min(next_scheduled.values(), default=0.0)
         queues = list(self._queues.policy.queue_lengths()[:MAX_QUEUES])

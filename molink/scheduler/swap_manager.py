@@ -12,22 +12,22 @@ from molink.scheduler.request_queues import RequestQueues
 from molink.scheduler.request_state import RequestState
 from molink.wire.messages.data_plane import MAX_SWAP_BLOCKS
 
-#: Round trips for whose expected arrivals blocks are reserved. Released blocks are usable after
-#: one; with more, first tokens come sooner but more requests have to be swapped back in.
+#: Number of round trips for whose expected arrivals blocks are reserved. Released blocks are usable
+#: after one; with more, first tokens come sooner, but more requests must be swapped back in.
 RESERVED_ROUND_TRIPS = 1
-#: Maximum share of all blocks that is reserved.
+#: Maximum share of blocks that is reserved.
 MAX_RESERVED_SHARE = 0.2
-#: Arrivals that the arrival rate is measured over.
+#: Number of arrivals over which the arrival rate is measured.
 _MAX_ARRIVALS = 32
-#: Seconds of a round trip while stages are unknown.
+#: Assumed seconds of a round trip while stages are unknown.
 _DEFAULT_ROUND_TRIP_S = 0.05
 
 
 class SwapManager:
     """Copies preempted KV to host memory unless the mode is ``recompute`` or there is no room.
 
-    Mode ``proactive-swap`` reserves blocks for the expected arrivals. While fewer are free, it
-    preempts the requests that are scheduled last before others lack blocks. A swapped-out request
+    Mode ``proactive-swap`` reserves blocks for expected arrivals. While fewer are free, it preempts
+    the requests that are scheduled last, before other requests lack blocks. A swapped-out request
     resumes when more blocks are free than reserved.
     """
 
@@ -39,12 +39,12 @@ class SwapManager:
         self._queues = queues
         self._cache = cache
         self._ring_times = RingTimes(config.profiles, (), config.row_bytes)
-        #: Times of the last arrivals, and blocks that each needs.
+        #: Times of the last arrivals, and the blocks that each needs.
         self._arrivals: deque[tuple[float, int]] = deque(maxlen=_MAX_ARRIVALS)
         #: Seconds for the slowest stage to copy a block.
         self._block_s = 0.0
         self.host_blocks = HostBlockAllocator()
-        #: Requests swapped out, swapped in, and not swapped for lack of host memory.
+        #: Numbers of requests swapped out, swapped in, and not swapped for lack of host memory.
         self.num_swap_outs = self.num_swap_ins = self.num_fallbacks = 0
 
     def set_host_blocks(self, blocks: int, block_s: float) -> None:
@@ -60,7 +60,7 @@ class SwapManager:
         self._ring_times = times
 
     def swap_out(self, state: RequestState) -> None:
-        """Have the KV of a request that is about to be preempted copied, if that pays."""
+        """Have the KV of a request that is about to be preempted copied, if that pays off."""
         if (
             self._mode == "recompute"
             or not state.has_valid_kv
@@ -84,7 +84,7 @@ class SwapManager:
             state.host_copy = None
 
     def proactive_candidates(self, now: float) -> Iterator[RequestState]:
-        """Requests to preempt before others lack blocks, the latest scheduled first."""
+        """Yield requests to preempt before others lack blocks, the one scheduled last first."""
         if not self._is_proactive:
             return
         reserved = self.reserved_blocks(now)
@@ -103,7 +103,7 @@ class SwapManager:
             lacking -= coming.add_blocks(state.blocks)
             if (
                 self._queues.is_idle(state) and not state.is_fresh
-            ):  # the others follow when their rows are back
+            ):  # the other requests follow when their rows are back
                 yield state
 
     @property
@@ -112,7 +112,7 @@ class SwapManager:
         return self._is_proactive
 
     def reserved_blocks(self, now: float) -> int:
-        """Blocks to keep free for expected arrivals."""
+        """Return the number of blocks to keep free for expected arrivals."""
         if not self._is_proactive or not self._arrivals:
             return 0
         seconds = now - self._arrivals[0][0]
@@ -135,17 +135,17 @@ class SwapManager:
         return self._mode == "proactive-swap" and self.host_blocks.total > 0
 
     def _copy_s(self, tokens: int) -> float:
-        """Seconds to copy the blocks of ``tokens`` tokens out and in."""
+        """Return the seconds to copy the blocks of ``tokens`` tokens out and in."""
         return 2 * self._config.blocks_for(tokens) * self._block_s
 
     def _is_worthwhile(self, tokens: int) -> bool:
-        """Whether ``tokens`` fit into one copy, and copying beats recomputation."""
+        """Whether ``tokens`` fit one copy, and copying is faster than recomputation."""
         recompute_s = self._ring_times.prompt_s(tokens)
         fits = self._config.blocks_for(tokens) <= MAX_SWAP_BLOCKS
         return fits and not 0 < recompute_s < self._copy_s(tokens)
 
     def _restore_s(self, state: RequestState) -> float | None:
-        """Seconds to restore a request from its actual or prospective copy, if any."""
+        """Return the seconds to restore a request from its actual or prospective copy, if any."""
         if state.host_copy is not None:
             return self._copy_s(state.host_copy.num_tokens)
         tokens = state.num_computed

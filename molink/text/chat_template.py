@@ -29,9 +29,9 @@ _TOOLS_PATTERN = re.compile(r"\btools\b")
 class ChatTemplate:
     """A compiled chat template; ``render_prompt`` is thread-safe.
 
-    ``special`` holds special tokens that templates name (``bos_token``, ``eos_token``, …),
-    ``where`` is the file, for error messages; ``cpu_s`` and ``produced`` bound a rendering's CPU
-    time and characters.
+    ``special`` holds special tokens that templates use (``bos_token``, ``eos_token``, …), ``where``
+    is the file for error messages; ``cpu_s`` and ``produced`` bound a rendering's CPU time and
+    characters.
     """
 
     def __init__(
@@ -69,7 +69,10 @@ class ChatTemplate:
 
     @cached_property
     def wants_parts(self) -> bool:
-        """Whether it shows only contents that are lists of parts, as some models that see do."""
+        """Whether the template renders only contents that are lists of parts.
+
+        Templates of some vision models do.
+        """
         probe = "molink"
         try:
             return probe not in self.render_prompt([{"role": "user", "content": probe}])
@@ -130,8 +133,8 @@ def load_chat_templates(
 ) -> ChatTemplates:
     """Load ``chat_template.jinja``, or the templates in the tokenizer config.
 
-    Of named templates, ``default`` and ``tool_use`` are used. A model without any only completes
-    text.
+    Of named templates, only ``default`` and ``tool_use`` are used. A model without templates only
+    completes text.
 
     Raises:
         BrokenModel: a template does not compile.

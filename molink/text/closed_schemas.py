@@ -1,7 +1,7 @@
 """Forbids keys that a JSON schema does not name.
 
-JSON Schema lets an object have more keys than ``properties`` lists, and models then invent some. As
-in llama.cpp, Ollama and vLLM, more keys need ``additionalProperties`` here.
+JSON Schema lets an object have more keys than ``properties`` lists, and models then invent keys. As
+in llama.cpp, Ollama and vLLM, further keys need ``additionalProperties``.
 """
 
 from collections.abc import Mapping
@@ -11,33 +11,35 @@ from urllib.parse import unquote
 
 from molink.errors import RequestError
 
-#: Keywords with an object of schemas, and with a schema or a list of schemas, of other values.
+#: Keywords with an object of schemas, and keywords with one or more schemas, for other values.
 _SCHEMAS_BY_NAME = ("$defs", "definitions", "patternProperties", "properties")
 _SCHEMAS = ("additionalProperties", "contains", "items", "prefixItems")
-#: Keywords with schemas of the same value.
+#: Keywords with schemas for the same value.
 _COMBINED = ("allOf", "anyOf", "oneOf")
 #: Maximum schemas visited and names added: a short schema can combine millions.
 _MAX_STEPS = 100_000
 
 #: Ordered set of keyword (``properties``, ``patternProperties`` or ``required``) and name.
 _Names = dict[tuple[str, str], None]
-#: In a set of names: they are all; ``required`` alone does not make them so.
+#: Entry of a set of names which says that the schema lists all keys; ``required`` alone does not
+#: imply it.
 _COMPLETE = ("", "")
-#: Keyword of a combined schema, and its index in ``allOf``, else 0.
+#: Keyword of a combined schema, and its index in ``allOf`` (otherwise 0).
 _Place = tuple[str, int]
 _REFERENCE: _Place = ("$ref", 0)
 
 
 def forbid_extra_keys(schema: Any) -> Any:
-    """Return ``schema`` with ``additionalProperties: false`` where it names keys but says nothing.
+    """Return ``schema`` with ``additionalProperties: false`` added wherever it names keys.
 
-    An object that names no keys may have any. Schemas that ``allOf``, ``anyOf``, ``oneOf`` or
-    ``$ref`` combine may have each other's keys, except those of other alternatives; they are left
-    as they are if one that always applies says ``additionalProperties``. A boolean
-    ``unevaluatedProperties``, which llguidance refuses, is replaced where nothing is combined.
+    Objects that set ``additionalProperties`` keep it, and an object that names no keys may have
+    any. Schemas that ``allOf``, ``anyOf``, ``oneOf`` or ``$ref`` combine may have each other's
+    keys, except those of other alternatives; they stay unchanged if one that always applies sets
+    ``additionalProperties``. A boolean ``unevaluatedProperties``, which llguidance refuses, is
+    replaced if nothing is combined.
 
     Raises:
-        RequestError: nested too deeply, or combines too many schemas.
+        RequestError: the schema is nested too deeply, or combines too many schemas.
     """
     try:
         return _SchemaCloser(schema).close_schema(schema, {})
@@ -51,7 +53,7 @@ class _SchemaCloser:
     def __init__(self, root: Any) -> None:
         self._root = root
         self._steps_left = _MAX_STEPS
-        #: Names by the id of a schema in ``root``.
+        #: Names, by the id of a schema in ``root``.
         self._known_names: dict[int, _Names] = {}
 
     def close_schema(
@@ -59,7 +61,8 @@ class _SchemaCloser:
     ) -> Any:
         """Close ``schema``, which may also have the keys ``extra``; ``None`` leaves it open.
 
-        Schemas of other values are closed in any case. ``copied`` are references that led here.
+        Schemas of other values are always closed. ``copied`` are the references that led to this
+        schema.
         """
         if not isinstance(schema, dict):
             return schema
@@ -72,7 +75,7 @@ class _SchemaCloser:
         own = _own_names(schema) | extra
         places = [place for place in parts if any(_COMPLETE in names for names in parts[place])]
         if _REFERENCE in places and (_COMPLETE in own or len(places) > 1):
-            # The schema that it names is closed for itself, so a combination needs a copy.
+            # The referenced schema is closed on its own, so a combination needs a copy.
             reference = schema["$ref"]
             if reference in copied:
                 return schema
@@ -93,7 +96,7 @@ class _SchemaCloser:
     def _close_inner(
         self, schema: dict[str, Any], extras: Mapping[_Place, _Names], copied: frozenset[str]
     ) -> dict[str, Any]:
-        """Close the schemas inside, combined ones only if ``extras`` has their place."""
+        """Close inner schemas; close combined ones only if ``extras`` has an entry for them."""
         closed = dict(schema)
         for key in _SCHEMAS_BY_NAME:
             if isinstance(schema.get(key), dict):
@@ -114,7 +117,7 @@ class _SchemaCloser:
         return closed
 
     def _list_parts(self, schema: dict[str, Any]) -> list[tuple[_Place, Any]]:
-        """Return the schemas that ``schema`` combines; alternatives have the same place."""
+        """Return the schemas that ``schema`` combines; alternatives share one place."""
         found = [
             ((key, index if key == "allOf" else 0), part)
             for key in _COMBINED
@@ -126,11 +129,11 @@ class _SchemaCloser:
         return found
 
     def _find_names(self, schema: Any) -> _Names:
-        """Return the names in a schema of ``root`` and in all that it combines."""
+        """Return the names in a schema of ``root`` and in all schemas that it combines."""
         if not isinstance(schema, dict):
             return {}
         if id(schema) not in self._known_names:
-            self._known_names[id(schema)] = {}  # what it adds to itself
+            self._known_names[id(schema)] = {}  # a recursive reference adds no names to itself
             parts = [self._find_names(part) for _, part in self._list_parts(schema)]
             self._known_names[id(schema)] = self._merge_names(_own_names(schema), *parts)
         return self._known_names[id(schema)]
@@ -143,7 +146,7 @@ class _SchemaCloser:
         return merged
 
     def _says_additional(self, schema: Any) -> bool:
-        """Whether ``schema``, or one that always applies with it, says ``additionalProperties``."""
+        """Whether ``schema``, or one that always applies with it, sets ``additionalProperties``."""
         if not isinstance(schema, dict):
             return False
         self._count_steps(1)
@@ -154,7 +157,7 @@ class _SchemaCloser:
         )
 
     def _resolve_reference(self, reference: Any) -> Any:
-        """Return the schema in ``root`` that a JSON pointer names, ``None`` if there is none."""
+        """Return the schema in ``root`` at a JSON pointer; ``None`` if there is none."""
         if not isinstance(reference, str) or not f"{reference}/".startswith("#/"):
             return None
         found = self._root
@@ -198,7 +201,10 @@ def _allow_only(schema: dict[str, Any], names: _Names) -> dict[str, Any]:
 
 
 def _replace_unevaluated(schema: Any) -> Any:
-    """Replace ``unevaluatedProperties``, a boolean, by its equal where nothing is combined."""
+    """Replace a boolean ``unevaluatedProperties`` by ``additionalProperties``.
+
+    Schemas that combine others are left unchanged.
+    """
     if not isinstance(schema, dict) or any(key in schema for key in ("$ref", *_COMBINED)):
         return schema
     value = schema.get("unevaluatedProperties")

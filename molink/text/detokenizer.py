@@ -9,7 +9,7 @@ from molink.errors import BrokenModel
 from molink.native import raise_as
 from molink.text.token_pieces import TokenPieces
 
-#: Maximum tokens of one character; more make its bytes invalid.
+#: Maximum tokens per character; with more, its bytes count as invalid.
 MAX_HELD_TOKENS = 8
 
 
@@ -26,10 +26,10 @@ class Detokenizer(Protocol):
 class IncrementalDetokenizer:
     """Detokenizes in O(1) per token, for decoders in :mod:`molink.text.token_pieces`.
 
-    With ``continues`` the text follows a prompt, so a leading space stays; otherwise the result is
-    what ``tokenizers`` decodes from all tokens at once. Invalid UTF-8 becomes U+FFFD as the Unicode
-    standard recommends (``tokenizers`` replaces a whole run of byte-fallback tokens if one is
-    invalid, which can't be known in advance).
+    With ``continues`` the text follows a prompt, so a leading space is kept; otherwise the result
+    equals what ``tokenizers`` decodes from all tokens at once. Invalid UTF-8 becomes U+FFFD as the
+    Unicode standard recommends. (``tokenizers`` replaces a whole run of byte-fallback tokens if one
+    is invalid, which can't be known in advance.)
     """
 
     def __init__(

@@ -28,7 +28,10 @@ class GenerationDefaults(msgspec.Struct, frozen=True):
 
     @property
     def says_sampling(self) -> bool:
-        """Whether the model's authors chose how to sample; what they left out is then neutral."""
+        """Whether the model's authors set sampling parameters.
+
+        Those that they left out are then neutral.
+        """
         chosen = (self.temperature, self.top_p, self.top_k, self.min_p)
         return any(value is not None for value in chosen)
 

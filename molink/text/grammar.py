@@ -1,7 +1,7 @@
 """Builds and checks grammars that constrain answers.
 
-A grammar is text of llguidance (https://github.com/guidance-ai/llguidance), which compiles it and
-computes the allowed tokens. It is untrusted, so the length of the text and the library's limits
+A grammar is a text in the syntax of llguidance (https://github.com/guidance-ai/llguidance), which
+compiles it and computes the allowed tokens. It is untrusted, so its length and the library's limits
 bound every compilation.
 """
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     import llguidance
 
 GrammarKind = Literal["json_schema", "regex", "choice", "grammar"]
-#: JSON layout: on one line with usual spaces, without white space, or free.
+#: JSON layout: on one line with usual spaces, without white space, or flexible.
 JsonLayout = Literal["line", "compact", "free"]
 
 #: Limits of a compilation and of a step: half a second and tens of megabytes at worst. The
 #: library's defaults allow a regular expression 1.5 s and 200 MB.
 LEXER_FUEL, MAX_ITEMS, MAX_STATES = 200_000, 20_000, 20_000
-#: White space between JSON tokens: none, a space, or a line break and indentation. Unbounded, a
-#: model could write white space forever.
+#: White space between JSON tokens: none, a space, or a line break and indentation. Without a bound,
+#: a model could write white space forever.
 _WHITE_SPACE = r"( ?|\n {0,40})"
 _LAYOUT_OPTIONS: dict[JsonLayout, dict[str, Any]] = {
     "line": {
@@ -44,8 +44,8 @@ _LAYOUT_OPTIONS: dict[JsonLayout, dict[str, Any]] = {
     "free": {"whitespace_pattern": _WHITE_SPACE},
 }
 _END_TOKEN = 256
-#: Bytes of an answer that a check generates; white space (a bit mask) only if nothing else is
-#: allowed.
+#: Bytes of an answer that a check generates, and a bit mask of white space, which it generates only
+#: if nothing else is allowed.
 _TRIED_BYTES = 64
 _SPACES = sum(1 << byte for byte in b" \t\r\n")
 #: Cached results of successful checks, each of up to :data:`MAX_GRAMMAR_BYTES` bytes.
@@ -57,11 +57,11 @@ def build_grammar(
 ) -> bytes:
     """Build a grammar from a JSON schema, regular expression, list of choices, Lark or GBNF.
 
-    ``layout`` applies to JSON answers. Keys that a schema does not name are forbidden, see
+    ``layout`` applies to JSON answers. Keys that a schema does not name are forbidden; see
     :func:`~molink.text.closed_schemas.forbid_extra_keys`.
 
     Raises:
-        RequestError: invalid or too long.
+        RequestError: the grammar is invalid or too long.
     """
     import llguidance
 
@@ -80,7 +80,7 @@ def build_grammar(
             options: Any = _LAYOUT_OPTIONS[layout]
             text = llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=options)
         else:
-            # The annotation lacks lists, which are accepted.
+            # Lists are accepted, although the annotation lacks them.
             text = llguidance.grammar_from(kind, source)  # type: ignore[arg-type]
     grammar = text.encode("utf-8", "replace")
     if len(grammar) > MAX_GRAMMAR_BYTES:
@@ -92,16 +92,16 @@ def build_grammar(
 def check_grammar(grammar: bytes) -> None:
     """Check that a grammar compiles and allows an answer.
 
-    Some grammars turn out too complex only in use, so a few bytes are generated. Results are
-    cached, since clients often repeat a schema.
+    Some grammars prove too complex only in use, so a few bytes are generated. Results are cached,
+    since clients often repeat a schema.
 
     Raises:
-        RequestError: invalid, too complex, unsupported, or allows no answer.
+        RequestError: the grammar is invalid, too complex or unsupported, or allows no answer.
     """
     matcher = compile_grammar(_create_byte_tokenizer(), grammar)
     for _ in range(_TRIED_BYTES):
         mask = int.from_bytes(matcher.compute_bitmask(), "little")
-        mask = mask & ~_SPACES or mask  # white space would hide what follows
+        mask = mask & ~_SPACES or mask  # white space would hide problems after it
         if mask:
             matcher.consume_token((mask & -mask).bit_length() - 1)
         if matcher.is_error():
@@ -164,7 +164,7 @@ def create_grammar_tokenizer(
 
 @cache
 def _create_byte_tokenizer() -> "llguidance.LLTokenizer":
-    """A tokenizer with one token per byte, and an end token."""
+    """Create a tokenizer with one token per byte, and an end token."""
     tokens = [*(bytes([byte]) for byte in range(_END_TOKEN)), b"<end>"]
     return create_grammar_tokenizer(
         tokens, [_END_TOKEN], [_END_TOKEN], lambda text: list(text.encode())
@@ -172,7 +172,7 @@ def _create_byte_tokenizer() -> "llguidance.LLTokenizer":
 
 
 def _explain_error(error: str) -> str:
-    """Extract from the library's error what helps a client."""
+    """Extract the part of the library's error that helps a client."""
     if "NoExtensionBias" in error:
         return "no answer can match it"
     return _first_line(error.removeprefix("Parser Error: "))

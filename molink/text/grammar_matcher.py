@@ -15,11 +15,11 @@ from molink.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     import llguidance
 
-#: Maximum compiled grammars in the cache, and bytes of their texts; compiled, they take up to 200
-#: times as much.
+#: Maximum compiled grammars in the cache, and maximum bytes of their texts; a compiled grammar
+#: takes up to 200 times its text.
 MAX_KEPT, MAX_KEPT_BYTES = 32, 512 * 1024
-#: Seconds that a step waits for a compilation, including loading the tokenizer: a stage that
-#: computes longer is declared dead. The request fails and is retried.
+#: Seconds that a step waits for a compilation, including loading the tokenizer, since a stage that
+#: computes longer is declared dead. After that the request fails and is retried.
 COMPILE_TIMEOUT_S = 1.5
 
 
@@ -35,7 +35,7 @@ class GrammarCompiler:
         self._vocabulary = vocabulary
         self._pool: ThreadPoolExecutor | None = None
         self._tokenizer: llguidance.LLTokenizer | None = None
-        #: By text, least recently used first; only the thread accesses it.
+        #: Compiled grammars by text, least recently used first; only the thread accesses them.
         self._cache: OrderedDict[bytes, llguidance.LLMatcher] = OrderedDict()
 
     def start_matcher(self, grammar: bytes) -> "GrammarMatcher":
@@ -62,7 +62,7 @@ class GrammarMatcher:
     def __init__(self, compiled: "Future[llguidance.LLMatcher]") -> None:
         self._compiled = compiled
         self._matcher: llguidance.LLMatcher | None = None
-        #: Tokens that the matcher has not consumed.
+        #: Tokens that the matcher has not consumed yet.
         self._pending_tokens: list[int] = []
         #: Drafts and masks of :meth:`precompute_masks`.
         self._precomputed: tuple[Sequence[int], list[bytes]] | None = None
@@ -79,8 +79,8 @@ class GrammarMatcher:
     def compute_masks(self, drafts: Sequence[int] = ()) -> list[bytes]:
         """Compute masks of allowed tokens, now and after each of ``drafts``.
 
-        Bit i of a mask is token i, lowest bits first; masks after a rejected draft are empty. Waits
-        for the compilation.
+        Bit i of a mask is token i, lowest bits first; masks after a rejected draft are empty.
+        Blocks until the grammar is compiled.
 
         Raises:
             RequestError: the grammar is invalid, too complex, or rejects the tokens added.
@@ -101,7 +101,7 @@ class GrammarMatcher:
             return masks + [b""] * (1 + len(drafts) - len(masks))
 
     def precompute_masks(self, drafts: Sequence[int]) -> None:
-        """Precompute :meth:`compute_masks` for ``drafts`` or fewer."""
+        """Precompute :meth:`compute_masks` for ``drafts`` or a prefix of them."""
         if self._matcher is not None:
             with contextlib.suppress(RequestError):  # the next call reports the error
                 self._precomputed = drafts, self.compute_masks(drafts)

@@ -1,4 +1,4 @@
-"""Finds stop strings across token borders."""
+"""Finds stop strings across token boundaries."""
 
 from collections.abc import Sequence
 
@@ -7,9 +7,8 @@ class StopStringFinder:
     """Cuts a stream of text at the first stop string.
 
     Text is emitted as soon as no stop string can begin in it. The match does not depend on how text
-    is split: it is the stop string whose last character comes first, and the longest of several
-    that end there. Cost is O(characters × stop strings), and near zero for text without a stop
-    string's first character.
+    is split: it is the stop string that ends first, and the longest of those that end there. Cost
+    is O(characters × stop strings), and near zero for text without a stop string's first character.
     """
 
     def __init__(self, stops: Sequence[str] = ()) -> None:

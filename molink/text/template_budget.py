@@ -8,16 +8,16 @@ from typing import Any
 
 from jinja2.utils import Namespace
 
-#: Characters and list elements that a rendering may produce, intermediate ones included.
+#: Maximum characters and list elements that a rendering may produce, including intermediate ones.
 MAX_PRODUCED_CHARACTERS = 48 * 2**20
-#: CPU seconds of a rendering.
+#: Maximum CPU seconds of a rendering.
 MAX_CPU_S = 2.0
 #: Largest number that a template may pass to a function or filter.
 MAX_ARGUMENT = 100_000
 MAX_INTEGER_BITS = 1024
 #: Maximum nesting of a value.
 MAX_DEPTH = 32
-#: Widest field of a format that ``_REFUSED_WIDTH`` accepts.
+#: Maximum width of a format's field that ``_REFUSED_WIDTH`` accepts.
 _MAX_WIDTH = 1000
 #: Estimated characters of a non-string value, and of the indentation around an element.
 _ELEMENT_CHARACTERS = 32
@@ -32,7 +32,7 @@ class TemplateTooCostly(Exception):
 
 
 class TemplateBudget:
-    """Counts what a rendering produces, and its CPU time.
+    """Counts a rendering's output and its CPU time.
 
     It uses the thread's CPU clock, so a busy machine does not fail templates.
     """
@@ -58,7 +58,7 @@ class TemplateBudget:
         self.charge_amount(sum(map(size_of, values)))
 
     def charge_text(self, *values: object, times: int = 1) -> None:
-        """Charge ``values`` written out as text, ``times`` over.
+        """Charge ``values`` written out as text ``times`` times.
 
         Comparing and hashing cost the same. Shared values count each time: forty levels of doubling
         need almost no memory, but unbounded time.
@@ -104,7 +104,7 @@ class TemplateBudget:
 
 
 def size_of(value: object) -> int:
-    """Characters of a string, elements of a container; 64 for anything else."""
+    """Return the characters of a string or the elements of a container; 64 for other values."""
     return len(value) if isinstance(value, Sized) else 64
 
 
@@ -135,7 +135,7 @@ def text_size(value: object, max_size: int) -> int:
 
 
 def _elements_of(value: object) -> Collection[object]:
-    """Elements of a container."""
+    """Return the elements of a container."""
     if isinstance(value, list | tuple):
         return value
     if isinstance(value, dict):

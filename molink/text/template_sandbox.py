@@ -56,7 +56,7 @@ _OPEN_TYPES = (LoopContext, Namespace, TemplateReference)
 _PICKING_FILTERS = frozenset(_PICKING_NAMES.split())
 #: Filters that read all of their input.
 _READING_FILTERS = frozenset(_READING_NAMES.split())
-#: Tests that inspect only type or identity.
+#: Tests that inspect only a type or an identity.
 _FREE_TESTS = frozenset(_FREE_TEST_NAMES.split())
 _REMAINDER_OPERATORS = frozenset({"divisibleby", "even", "odd"})
 _MAX_INDENT = 64
@@ -65,7 +65,7 @@ _MAX_ENTRIES = 1024
 
 
 class _GenerationTag(Extension):
-    """``{% generation %}``, which marks answers for training; renders its body."""
+    """The tag ``{% generation %}``, which marks answers for training; only its body is rendered."""
 
     tags = {"generation"}  # noqa: RUF012 - the base class wants a set
 
@@ -75,7 +75,7 @@ class _GenerationTag(Extension):
 
 
 class _SafeNamespace(Namespace):
-    """``namespace()`` without attributes that expose Python's internals."""
+    """A ``namespace()`` without attributes that expose Python's internals."""
 
     def __setitem__(self, name: str, value: Any) -> None:
         _check_attribute(name)
@@ -85,7 +85,7 @@ class _SafeNamespace(Namespace):
 class SandboxEnvironment(ImmutableSandboxedEnvironment):
     """A template's environment; ``budget`` is replaced for each rendering.
 
-    Not thread-safe: the owner holds a lock while rendering.
+    Not thread-safe: the owner must hold a lock while rendering.
     """
 
     intercepted_binops = frozenset({"+", "-", "*", "**", "%"})
@@ -153,7 +153,7 @@ class SandboxEnvironment(ImmutableSandboxedEnvironment):
         return bounded
 
     def getitem(self, obj: Any, argument: Any) -> Any:
-        """Charge ``obj[argument]``: a slice is a copy, other keys are hashed or named in errors."""
+        """Charge ``obj[argument]``: slices are copied, others are hashed or quoted in errors."""
         if isinstance(argument, slice):
             self.budget.charge_copy(obj)
         else:
@@ -265,7 +265,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """As in ``transformers``; Jinja's own filter escapes HTML."""
+    """Convert to JSON as ``transformers`` does; Jinja's own filter escapes HTML."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -275,7 +275,7 @@ def _to_json(
 def _join(
     environment: SandboxEnvironment, value: Iterable[Any], d: str = "", attribute: Any = None
 ) -> str:
-    """``join`` that charges its size in advance."""
+    """Do ``join``, and charge its size in advance."""
     parts = list(value)
     if attribute is not None:
         parts = [environment.getitem(part, attribute) for part in parts]
@@ -288,7 +288,7 @@ def _join(
 def _replace(
     environment: SandboxEnvironment, value: Any, old: Any, new: Any, count: int | None = None
 ) -> str:
-    """``replace`` that charges its size in advance."""
+    """Do ``replace``, and charge its size in advance."""
     text, old, new = str(value), str(old), str(new)
     environment.budget.charge_amount(_replacement_growth(text, old, new))
     return text.replace(old, new, -1 if count is None else count)
@@ -329,7 +329,7 @@ def _raise_exception(message: str) -> None:
 
 
 def _option_width(option: object) -> int:
-    """Width of a filter's option: spaces, text, or several."""
+    """Return the width of a filter's option: a number of spaces, a text, or several of these."""
     if isinstance(option, tuple | list):
         return sum(map(_option_width, option))
     return option if isinstance(option, int) else len(str(option))
@@ -342,7 +342,7 @@ def _replacement_growth(text: str, old: str, new: str) -> int:
 def add_accounting(tree: nodes.Template) -> int:
     """Rewrite ``tree`` before it is compiled.
 
-    Loops call ``iterate``, operands of comparisons and dict keys ``readable``, ``a ~ b``
+    Loops call ``iterate``; operands of comparisons and dict keys call ``readable``; ``a ~ b`` calls
     ``concatenate``. Returns the maximum cost of calling any macro, block or recursive loop, without
     inner loops.
     """
@@ -360,7 +360,7 @@ def add_accounting(tree: nodes.Template) -> int:
 
 
 def _loop_weight(body: Iterable[nodes.Node]) -> int:
-    """Cost of one pass through ``body``, without inner loops' iterations."""
+    """Return the cost of one pass through ``body``, without iterations of inner loops."""
     total = 0
     for node in body:
         inner = list(node.find_all(nodes.Node))
@@ -372,7 +372,7 @@ def _loop_weight(body: Iterable[nodes.Node]) -> int:
 
 
 def _environment_call(name: str, arguments: list[Any], line: int) -> nodes.Call:
-    """Call a method of the environment, which template assignments can't shadow."""
+    """Create a call of an environment method, which template assignments can't shadow."""
     return nodes.Call(nodes.EnvironmentAttribute(name), arguments, [], None, None, lineno=line)
 
 

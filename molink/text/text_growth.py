@@ -12,11 +12,11 @@ import msgspec
 
 from molink.errors import BrokenModel
 
-#: Maximum accepted growth; public tokenizers reach at most 1296.
+#: Maximum accepted growth factor; public tokenizers reach at most 1296.
 MAX_TEXT_GROWTH = 4096
-#: Longest subword prefix or suffix: each character of a word may get one.
+#: Maximum length of a subword prefix or suffix, which each character of a word may get.
 _MAX_AFFIX = 64
-#: Maximum characters that a step makes of one.
+#: Maximum characters that a step makes out of one.
 _STEP_GROWTH = {
     "BertNormalizer": 12,
     "ByteLevel": 4,
@@ -44,7 +44,7 @@ class _TokenizerSteps(msgspec.Struct):
 
 
 def max_text_growth(source: bytes, where: str) -> int:
-    """Maximum characters that one character can become.
+    """Compute the maximum number of characters that one character can become.
 
     Raises:
         BrokenModel: growth is excessive, or ``source`` is not a ``tokenizer.json``.
@@ -99,7 +99,10 @@ def _step_growth(step: dict[str, Any]) -> int:
 
 
 def _longest_replacement(encoded: str) -> int:
-    """Longest replacement of a SentencePiece map: trie size, trie, zero-terminated texts."""
+    """Return a SentencePiece map's longest replacement.
+
+    The map is a trie's size, the trie, and zero-terminated texts.
+    """
     try:
         raw = base64.b64decode(encoded)
     except binascii.Error as error:

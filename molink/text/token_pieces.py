@@ -1,8 +1,8 @@
-"""The bytes of each token, derived from a tokenizer's decoder.
+"""Derives the bytes of each token from a tokenizer's decoder.
 
-Decoding token by token through ``tokenizers`` decodes a window twice per token, and guesses from
-U+FFFD whether a character is complete. The supported families' decoders concatenate each token's
-bytes, apart from the very beginning, so bytes are derived once per token id and a UTF-8 decoder
+Incremental decoding through ``tokenizers`` decodes a window twice per token, and guesses from
+U+FFFD whether a character is complete. The decoders of supported families concatenate the tokens'
+bytes, except at the very beginning. So bytes are derived once per token id, and a UTF-8 decoder
 tracks completeness.
 """
 
@@ -35,14 +35,14 @@ class TokenPieces:
     _cache: dict[int, bytes] = field(default_factory=dict)
 
     def get_bytes(self, token: int) -> bytes:
-        """Bytes of ``token`` within a text; empty for an unknown id."""
+        """Return the bytes of ``token`` within a text; empty for an unknown id."""
         known = self._cache.get(token)
         if known is None:
             known = self._cache[token] = self._compute_bytes(self.vocabulary.id_to_token(token))
         return known
 
     def get_first_bytes(self, token: int) -> bytes:
-        """Bytes of ``token`` at the start of a text."""
+        """Return the bytes of ``token`` at the start of a text."""
         if not self.drop_in_first:
             return self.get_bytes(token)
         text = self.vocabulary.id_to_token(token)
@@ -74,7 +74,7 @@ def create_token_pieces(tokenizer: tokenizers.Tokenizer) -> TokenPieces | None:
 def _sentencepiece_pieces(
     tokenizer: tokenizers.Tokenizer, steps: Sequence[Mapping[str, Any]], kinds: Sequence[str]
 ) -> TokenPieces | None:
-    """The decoder of Llama, Mistral and Gemma: ``Replace, ByteFallback, Fuse[, Strip]``."""
+    """Handle the decoder of Llama, Mistral and Gemma: ``Replace, ByteFallback, Fuse[, Strip]``."""
     if kinds not in (
         ["Replace", "ByteFallback", "Fuse"],
         ["Replace", "ByteFallback", "Fuse", "Strip"],
@@ -105,14 +105,14 @@ def _byte_level_pieces(table: Mapping[str, int]) -> Transform:
     def transform(token: str) -> str | bytes:
         try:
             return bytes(table[char] for char in token)
-        except KeyError:  # an added token, which is plain text
+        except KeyError:  # an added token, whose text is plain
             return token
 
     return transform
 
 
 def _byte_level_table() -> dict[str, int]:
-    """GPT-2's printable character for each byte."""
+    """Return GPT-2's printable character for each byte."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     table = {chr(byte): byte for byte in printable}

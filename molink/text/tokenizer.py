@@ -77,7 +77,8 @@ class Tokenizer:
         self._add_bos: bool | None = config.get("add_bos_token")
         self.bos_id = self._find_config_id(config.get("bos_token"))
         eos = self._find_config_id(config.get("eos_token"))
-        #: Ends texts that get special tokens, unless ``tokenizer.json`` ends them with another one.
+        #: Token appended to texts that get special tokens, unless ``tokenizer.json`` already
+        #: appends one.
         self._appended_ids: list[int] = []
         if (
             appends_eos
@@ -114,10 +115,11 @@ class Tokenizer:
             backend = tokenizers.Tokenizer.from_buffer(source)
             backend.no_padding()
             backend.no_truncation()
-            backend.encode("")  # fails if special tokens of the post-processor are missing
+            backend.encode("")  # this fails if special tokens of the post-processor are missing
             inner = model.text_config or _TextModel()
             size = model.vocab_size or inner.vocab_size or 0
-            # Only embedding models mean it: files of others have it from their training.
+            # Only embedding models mean this setting; other models' files have it left over from
+            # training.
             ends = config.get("add_eos_token") is True and read_task(folder).name == "embed"
             made = cls(backend, config, defaults, templates, size, longest, appends_eos=ends)
         named = special.get("eos_token") or parse_token_ids(defaults.eos_token_id)
@@ -131,8 +133,8 @@ class Tokenizer:
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Encode ``text``; ``special`` adds special tokens such as BOS.
 
-        Use ``special=False`` for rendered chat templates, which contain them. Megabytes may take
-        seconds; the GIL is released.
+        Use ``special=False`` for rendered chat templates, which contain them. A text of megabytes
+        may take seconds; the GIL is released.
 
         Raises:
             ContextTooLong: the text is too long to tokenize.
@@ -164,13 +166,13 @@ class Tokenizer:
             return self._backend.decode(list(ids), skip_special_tokens=skip_special)
 
     def token_bytes(self, token: int) -> bytes:
-        """Bytes of a token, possibly part of a character."""
+        """Return a token's bytes, which may be part of a character."""
         if self._pieces is not None:
             return self._pieces.get_bytes(token)
         return self.decode([token], skip_special=False).encode("utf-8")
 
     def find_special_ids(self, texts: Iterable[str]) -> dict[str, int]:
-        """Ids of those ``texts`` that are special tokens."""
+        """Return the ids of those ``texts`` that are special tokens."""
         ids = {text: self._backend.token_to_id(text) for text in texts}
         return {text: token for text, token in ids.items() if token in self.special_ids}
 
@@ -193,11 +195,11 @@ class Tokenizer:
 
     @property
     def token_texts(self) -> dict[int, str]:
-        """Text of each token as in the files, added tokens included."""
+        """Text of each token as in the files, including added tokens."""
         return {index: text for text, index in self._backend.get_vocab().items()}
 
     def find_token_id(self, text: str) -> int | None:
-        """Id of the token ``text``; ``None`` if there is none."""
+        """Return the id of the token ``text``; ``None`` if there is none."""
         return self._find_config_id(text)
 
     def _find_config_id(self, token: Any) -> int | None:
@@ -219,7 +221,7 @@ def _read_struct(path: Path, kind: type[T]) -> T | None:
 
 
 def _special_token_texts(config: dict[str, Any]) -> dict[str, str]:
-    """``bos_token`` etc., which configs write as text or as an object."""
+    """Read ``bos_token`` etc., which configs write as a text or as an object."""
     found = {}
     for name in _SPECIAL_TOKEN_NAMES:
         token = config.get(name)

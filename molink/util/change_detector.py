@@ -1,8 +1,8 @@
-"""Tells whether a figure has changed noticeably."""
+"""Detects noticeable changes of a figure."""
 
 
 def differs(one: float, other: float, relative: float, absolute: float = 0.0) -> bool:
-    """Whether two figures are further apart than both thresholds.
+    """Return whether two figures differ by more than both thresholds.
 
     ``relative`` is a share of the larger figure, ``absolute`` has the figures' unit.
     """

@@ -1,4 +1,4 @@
-"""Bounds connections that have not authenticated yet."""
+"""Bounds the number of connections that have not authenticated yet."""
 
 import ipaddress
 from collections.abc import Hashable
@@ -11,12 +11,12 @@ _IPV6_PREFIX = 64
 
 
 class ConnectionSlots(Generic[C]):
-    """Holds at most ``limit`` connections, and ``per_address`` of one address.
+    """Holds at most ``limit`` connections, and at most ``per_address`` of one address.
 
-    A connection beyond a bound replaces an older one: of its own address if that is at its bound,
-    else of the address with the most. So silent connections lock out neither other addresses nor
-    other programs behind the same router: a new connection always gets a slot, and keeps it until
-    many others have followed it.
+    A connection beyond a bound replaces an older one: of its own address if that has reached its
+    bound, otherwise of the address with the most. So silent connections lock out neither other
+    addresses nor other programs behind the same router: a new connection always gets a slot, and
+    keeps it until many others have followed.
     """
 
     def __init__(self, limit: int, per_address: int) -> None:
@@ -29,7 +29,7 @@ class ConnectionSlots(Generic[C]):
         return len(self._network_of)
 
     def admit(self, connection: C, address: str) -> C | None:
-        """Add a connection; returns the one that it replaces, which must be closed."""
+        """Add a connection; return the one that it replaces, which must be closed."""
         network = find_network(address)
         own = self._networks.get(network, {})
         replaced = None
@@ -59,7 +59,7 @@ class ConnectionSlots(Generic[C]):
 
 
 def find_network(address: str) -> str:
-    """The addresses that count as one: an IPv4 address, or an IPv6 network.
+    """Return the network that counts as one address: an IPv4 address, or an IPv6 network.
 
     A socket of both families shows the IPv4 address 192.0.2.1 as ``::ffff:192.0.2.1``.
     """

@@ -15,11 +15,11 @@ class Ewma:
         self.value = value
 
     def get_or(self, default: float) -> float:
-        """The mean, or ``default`` before the first sample."""
+        """Return the mean, or ``default`` before the first sample."""
         return default if self.value is None else self.value
 
     def add_sample(self, sample: float, weight: float | None = None) -> float:
-        """Move the mean towards ``sample``, by another ``weight`` if given; returns the mean."""
+        """Move the mean towards ``sample``, with another ``weight`` if given; return the mean."""
         if self.value is None:
             self.value = sample
         else:

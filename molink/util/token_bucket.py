@@ -22,7 +22,7 @@ class TokenBucket:
         self._refilled_at = now
 
     def wait_time(self, now: float) -> float:
-        """Seconds until a token is available; 0 if one is."""
+        """Return the seconds until a token is available; 0 if one is."""
         gained = max(0.0, now - self._refilled_at) * self._limit.per_second
         self._tokens = min(float(self._limit.burst), self._tokens + gained)
         self._refilled_at = max(self._refilled_at, now)
@@ -33,7 +33,7 @@ class TokenBucket:
         self._tokens -= 1.0
 
     def try_take(self, now: float) -> bool:
-        """Take a token if one is available; returns whether it was."""
+        """Take a token if one is available; return whether it was."""
         if self.wait_time(now) > 0.0:
             return False
         self.take_token()
@@ -53,14 +53,14 @@ class KeyedTokenBuckets:
         return len(self._buckets)
 
     def bucket_for(self, key: str, now: float) -> TokenBucket:
-        """The bucket of ``key``."""
+        """Return the bucket of ``key``."""
         bucket = self._buckets.get(key)
         if bucket is None:
             bucket = self._buckets[key] = TokenBucket(self._limit, now)
         return bucket
 
     def try_take(self, key: str, now: float) -> bool:
-        """Take a token of ``key`` if one is available; returns whether it was."""
+        """Take a token of ``key`` if one is available; return whether it was."""
         return self.bucket_for(key, now).try_take(now)
 
     def drop_key(self, key: str) -> None:

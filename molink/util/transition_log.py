@@ -12,7 +12,7 @@ class TransitionLog:
     __slots__ = ("_decimals", "_entries")
 
     def __init__(self, length: int = 128, decimals: int = 6) -> None:
-        """``decimals`` of the times in the text."""
+        """``decimals`` is the number of decimals of times in the text."""
         self._decimals = decimals
         self._entries: deque[tuple[float, str, tuple[object, ...]]] = deque(maxlen=length)
 
@@ -21,7 +21,7 @@ class TransitionLog:
         self._entries.append((now, what, facts))
 
     def format_lines(self) -> tuple[str, ...]:
-        """The log as text, one line per transition."""
+        """Return the log as text, one line per transition."""
         return tuple(
             f"{now:.{self._decimals}f} {what} {' '.join(map(str, facts))}".rstrip()
             for now, what, facts in self._entries

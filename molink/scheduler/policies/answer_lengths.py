@@ -1,4 +1,4 @@
-"""Answer lengths, estimated from recent answers."""
+"""Estimates answer lengths from recent answers."""
 
 import math
 from bisect import bisect_left, bisect_right, insort
@@ -6,27 +6,27 @@ from collections import deque
 from collections.abc import Sequence
 from statistics import fmean
 
-#: Recent answers kept.
+#: Number of recent answers kept.
 MAX_ANSWERS = 1024
-#: Answers to prompts of the most similar length that an estimate uses.
+#: Number of answers, to prompts of the most similar length, that an estimate uses.
 MAX_SIMILAR = 64
-#: Share of the variance of log lengths that prompts must explain, else all answers are used.
+#: Share of the variance of log lengths that prompts must explain; otherwise all answers are used.
 MIN_EXPLAINED = 0.1
-#: Answers below which nothing is estimated.
+#: Minimum answers for an estimate.
 MIN_ANSWERS = 16
 
 
 class AnswerLengths:
     """Lengths of recent answers, in tokens, by the length of their prompts.
 
-    Prompts of one length often share a template, and with it the kind of answer. If prompt lengths
+    Prompts of equal length often share a template, and so the kind of answer. If prompt lengths
     explain nothing, all answers form one distribution.
     """
 
     def __init__(self) -> None:
         #: Prompt length, negative arrival number and answer length, in order of arrival.
         self._latest: deque[tuple[int, int, int]] = deque()
-        #: The same, sorted; of equal prompts the latest first.
+        #: The same, sorted; among equal prompts the latest comes first.
         self._sorted: list[tuple[int, int, int]] = []
         #: Answer lengths, sorted.
         self._answers: list[int] = []
@@ -52,7 +52,7 @@ class AnswerLengths:
             )
 
     def longer_answers(self, tokens: int, prompt: int) -> Sequence[int]:
-        """Recent lengths of similar prompts' answers above ``tokens``, ascending.
+        """Return recent lengths above ``tokens`` of similar prompts' answers, ascending.
 
         If there are none, or too few answers are known, the answer is assumed to be half done.
         """
@@ -63,7 +63,7 @@ class AnswerLengths:
         return _thin_answers(longer) or [2 * tokens + 1]
 
     def _similar_prompts(self, prompt: int) -> Sequence[tuple[int, int, int]]:
-        """Answers to the prompts of the most similar length."""
+        """Return the answers to the prompts of the most similar length."""
         known, last = self._sorted, len(self._sorted)
         end = begin = bisect_left(known, (prompt,))
         while end - begin < min(MAX_SIMILAR, last):
@@ -75,7 +75,7 @@ class AnswerLengths:
 
 
 def _explained_variance(values: Sequence[float]) -> float:
-    """Share of the variance of ``values`` between groups of :data:`MAX_SIMILAR` neighbours."""
+    """Return the share of variance between groups of :data:`MAX_SIMILAR` neighbours."""
     groups = [values[begin : begin + MAX_SIMILAR] for begin in range(0, len(values), MAX_SIMILAR)]
     whole = _sum_of_squares(values)
     return 1 - sum(map(_sum_of_squares, groups)) / whole if whole else 0.0
@@ -87,6 +87,6 @@ def _sum_of_squares(values: Sequence[float]) -> float:
 
 
 def _thin_answers(answers: Sequence[int]) -> Sequence[int]:
-    """At most :data:`MAX_SIMILAR` of them, evenly spaced."""
+    """Return at most :data:`MAX_SIMILAR` of the answers, evenly spaced."""
     step = len(answers) / MAX_SIMILAR
     return answers if step <= 1 else [answers[int((i + 0.5) * step)] for i in range(MAX_SIMILAR)]

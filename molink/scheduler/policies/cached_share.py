@@ -12,17 +12,17 @@ GROUPS = 10
 class CachedShare(Fcfs):
     """First come, first served within groups by the share of the prompt cached on arrival.
 
-    The groups order the requests of one client; clients are admitted by fair shares. While requests
-    wait in both, group ``g`` is admitted from ``g + 1`` times as often as group 0
-    (stride scheduling). With 63 % cached, a request is in group 6 of :data:`GROUPS`. Preempted
-    requests go first.
+    The groups order the requests of one client; clients are admitted by fair shares. While both
+    have waiting requests, group ``g`` is chosen ``g + 1`` times as often as group 0 (stride
+    scheduling). With 63 % cached, a request is in group 6 of :data:`GROUPS`. Preempted requests
+    come first.
     """
 
     def __init__(self) -> None:
         self._groups: dict[RequestState, int] = {}
         #: Requests of ``_groups`` that have been admitted.
         self._admitted: set[RequestState] = set()
-        #: Stride-scheduling passes; an admission advances its group by less the higher it is.
+        #: Stride-scheduling passes; an admission advances a higher group by less.
         self._passes = [0.0] * GROUPS
 
     def on_arrived(self, state: RequestState, now: float) -> None:
@@ -47,7 +47,7 @@ class CachedShare(Fcfs):
         self._admitted.discard(state)
 
     def choose_admitted(self, waiting: Sequence[RequestState], now: float) -> RequestState | None:
-        """The first request of the first client's group with the lowest pass."""
+        """Choose the first request of the first client's group with the lowest pass."""
         waiting = [state for state in waiting if state.client_key == waiting[0].client_key]
         again = [state for state in waiting if state in self._admitted]
         if not again:

@@ -18,9 +18,9 @@ _POLICIES: dict[str, Callable[[], SchedulingPolicy]] = {
     "fixed-priority": FixedPriority,
     "cached-share": CachedShare,
 }
-#: Oracles know the answer lengths, which only simulations do.
+#: Oracles, which need to know answer lengths and so are for simulations only.
 _ORACLES: dict[str, Callable[[], SchedulingPolicy]] = {"srpt": Srpt}
-#: Names of policies that can serve.
+#: Names of policies that can be used for serving.
 SCHEDULING_POLICIES = tuple(_POLICIES)
 
 

@@ -10,19 +10,20 @@ class Fcfs(SchedulingPolicy):
     """The policy of vLLM and of the papers' baselines, on top of fair shares."""
 
     def choose_admitted(self, waiting: Sequence[RequestState], now: float) -> RequestState | None:
-        """The first request."""
+        """Choose the first request."""
         return waiting[0]
 
     def order_running(self, requests: Sequence[RequestState], now: float) -> Sequence[RequestState]:
-        """In order of return or admission."""
+        """Keep the order of return or admission."""
         return requests
 
     def choose_preempted(
         self, preemptor: RequestState, idle: Sequence[RequestState], num_running: int, now: float
     ) -> RequestState | None:
-        """A stalled request; for a decoding preemptor, otherwise the latest admitted.
+        """Choose a stalled request or, for a decoding preemptor, the latest admitted one.
 
-        It must have been admitted after the preemptor, so that the oldest request makes progress.
+        The latter must have been admitted after the preemptor, so that the oldest request makes
+        progress.
         """
         stalled = choose_stalled(preemptor, idle, num_running, now)
         if stalled is not None or preemptor.phase == "waiting":

@@ -10,15 +10,16 @@ from molink.scheduler.policies.mlfq import ALPHA, DEFAULT_ITERATION_S, PROMOTION
 from molink.scheduler.policies.ranked import Rank, RankedPolicy
 from molink.scheduler.request_state import RequestPhase, RequestState
 
-#: Levels per doubling of the index; requests of one level run in order of arrival.
+#: Levels per doubling of the index; requests of a level run in order of arrival.
 LEVELS_PER_DOUBLING = 2
 #: The best level's index, in seconds times tokens.
 _MIN_INDEX = 1e-6
-#: Minimum share of the remaining answers that end within a horizon: single early ends are noise.
+#: Minimum share of the remaining answers that must end within a horizon, since single early ends
+#: are noise.
 MIN_ENDING_SHARE = 0.5
-#: Change of a row's or token's cost, as a factor, after which all requests are re-evaluated.
+#: Factor of change of a row's or token's cost after which all requests are re-evaluated.
 MAX_COST_RATIO = 1.2
-#: An answer is re-evaluated when it has grown by one eighth.
+#: Share of growth after which an answer is re-evaluated.
 _REEVALUATION_STEP = 8
 
 
@@ -27,28 +28,28 @@ class _GittinsState:
     """Scheduling state of a request."""
 
     arrival_number: int
-    #: Time since which it has no rows in flight; infinite while it has.
+    #: Time since which it has had no rows in flight; infinite while it has some.
     idle_since: float
-    #: Validity of the values below: phase, whether a host copy exists, and number of tokens.
+    #: Key of the values below: phase, whether a host copy exists, and number of tokens.
     phase: RequestPhase = "waiting"
     has_host_copy: bool = False
     valid_until: int = 0
-    #: Seconds until the next evaluation: of its share of the ring, and of wall time.
+    #: Seconds until the next evaluation: of its ring share, and of wall time.
     work_s: float = 0.0
     wall_s: float = 0.0
     #: When it is promoted if it stays idle.
     promotion_due_at: float = math.inf
-    #: The inverse of the index: seconds of the ring per one over the answer's tokens; its level.
+    #: The inverse of the index (ring seconds times answer tokens), and its level.
     index: float = 0.0
     level: int = 0
-    #: Start of the promotion, its length, and the seconds run.
+    #: Start of the promotion, its length, and the seconds already run.
     promoted_at: float | None = None
     granted_s: float = 0.0
     spent_s: float = 0.0
     counted_until: float = 0.0
 
     def mark_idle(self, since: float) -> None:
-        """Record that it is idle since ``since`` (seconds); infinity means that it runs."""
+        """Record that it has been idle since ``since`` (seconds); infinity means that it runs."""
         self.idle_since = since
         self.promotion_due_at = since + max(ALPHA, PROMOTION_QUANTA * self.wall_s)
 
@@ -56,23 +57,23 @@ class _GittinsState:
 class Gittins(RankedPolicy):
     """Prioritizes the highest expected benefit per second of the ring (Gittins 1979).
 
-    The objective is mean latency per token, so a finished request yields one over its answer's
-    tokens. Answer lengths are estimated from those of similar prompts (:class:`AnswerLengths`),
-    given the tokens generated so far, and bounded by the client's limit. A request's index is its
-    maximum yield per second over all horizons: the rest of its prompt, then tokens until the answer
-    ends or the horizon is reached. An answer that outlives its peers is assumed to be half done;
-    without any data this is least attained service first.
+    The objective is mean latency per token, so a finished request yields one divided by its
+    answer's tokens. Answer lengths are estimated from the answers to similar prompts
+    (:class:`AnswerLengths`), given the tokens generated so far, and bounded by the client's limit.
+    A request's index is its maximum expected yield per second over all horizons, where the time
+    covers the rest of its prompt, and tokens until the answer ends or the horizon is reached. An
+    answer longer than all recorded ones is assumed to be half done; without any data this is least
+    attained service first.
 
-    *Ring time.* If memory is scarce, a token costs its share of an iteration, by the request's
-    share of KV blocks or slots. A prompt row costs what it adds to a step.
-
-    A request is preempted for a waiting one that outranks it even with the cost of restoring it
-    added.
+    *Ring time.* If memory is scarce, a token costs a share of an iteration: the request's share of
+    KV blocks or slots. A prompt row costs the time that it adds to a step. A request is preempted
+    for a waiting one that outranks it even after the cost of restoring it is added.
 
     *Fair shares* come first; the index orders the requests of one client.
 
-    *Promotion* is as in :class:`Mlfq`: a request idle for :data:`PROMOTION_QUANTA` times its next
-    service time, and at least :data:`ALPHA`, precedes all others for that service time.
+    *Promotion* is as in :class:`Mlfq`: a request that has been idle for :data:`PROMOTION_QUANTA`
+    times its next service time, and at least :data:`ALPHA`, precedes all others for that service
+    time.
     """
 
     max_preemptors = 32
@@ -116,7 +117,7 @@ class Gittins(RankedPolicy):
                 entry.granted_s = entry.wall_s
             entry.counted_until = now
             entry.mark_idle(math.inf)
-        if state.phase == "prefill":  # less is left
+        if state.phase == "prefill":  # less time is left
             entry.valid_until = 0
 
     def on_rows_returned(self, state: RequestState, seconds: float, now: float) -> None:
@@ -137,7 +138,7 @@ class Gittins(RankedPolicy):
         del self._states[state]
 
     def _current_state(self, state: RequestState) -> _GittinsState:
-        """The request's state, re-evaluated if outdated."""
+        """Return the request's state, re-evaluated if outdated."""
         found = self._states[state]
         copied = state.host_copy is not None
         if (
@@ -175,7 +176,7 @@ class Gittins(RankedPolicy):
         entry.mark_idle(entry.idle_since)
 
     def _next_token_s(self, state: RequestState) -> float:
-        """Seconds until the next token, besides those of an iteration."""
+        """Return the seconds until the next token, besides those of an iteration."""
         if state.phase != "waiting":
             return self._costs.prefill_s(
                 max(0, len(state.tokens) - state.num_issued - 1), state.num_issued
@@ -189,18 +190,18 @@ class Gittins(RankedPolicy):
         return self._costs.prefill_s(state.num_uncached, len(state.tokens) - state.num_uncached)
 
     def _restore_s(self, state: RequestState) -> float:
-        """Seconds to restore the request if it is preempted now."""
+        """Return the seconds to restore the request if it is preempted now."""
         seconds = self.restore_cost(state)
         return seconds if seconds is not None else self._costs.prefill_s(state.num_computed)
 
     def _token_s(self, context: float) -> tuple[float, float]:
-        """A token's cost with that context: seconds of ring share, and of wall time."""
+        """Return a token's cost with a context: seconds of ring share, and of wall time."""
         requests = max(1.0, min(self._max_num_seqs, self._kv_tokens / context))
         seconds = self.ring_times.round_trip_s(int(requests), context) or DEFAULT_ITERATION_S
         return seconds / requests, seconds
 
     def rank_request(self, state: RequestState, now: float) -> Rank:
-        """By promotion, then by the index level, then by arrival."""
+        """Rank by promotion, then by the index level, then by arrival."""
         entry = self._current_state(state)
         if entry.promoted_at is not None:
             return -1, entry.promoted_at, entry.arrival_number
@@ -209,9 +210,9 @@ class Gittins(RankedPolicy):
         return entry.level, 0.0, entry.arrival_number
 
     def choose_admitted(self, waiting: Sequence[RequestState], now: float) -> RequestState | None:
-        """The best request of the first client.
+        """Choose the best request of the first client.
 
-        Ranking across clients would let those with cached prompts overtake all others.
+        Ranking across clients would let clients with cached prompts overtake all others.
         """
         requests = [state for state in waiting if state.client_key == waiting[0].client_key]
         return min(
@@ -219,7 +220,7 @@ class Gittins(RankedPolicy):
         )
 
     def can_preempt(self, preemptor: RequestState, other: RequestState, now: float) -> bool:
-        """Whether it still outranks ``other`` with the cost of restoring that added."""
+        """Whether ``preemptor`` outranks ``other`` even with the latter's cost of restoration."""
         first, second = self.rank_request(preemptor, now), self.rank_request(other, now)
         if first[0] < 0 or second[0] < 0:
             return first < second
@@ -230,7 +231,7 @@ class Gittins(RankedPolicy):
     def estimate_next_scheduled(
         self, requests: Collection[RequestState], batch: int, now: float
     ) -> Mapping[RequestState, float]:
-        """Seconds until a request is promoted, or until those ranked before it leave it room."""
+        """Estimate the seconds until a request is promoted, or until those before it leave room."""
         tokens, slots, work_s, scheduled = self._kv_tokens, self._max_num_seqs, 0.0, {}
         asked = set(requests)
         for state in sorted(self._states, key=lambda state: self.rank_request(state, now)):

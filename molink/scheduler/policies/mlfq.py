@@ -10,13 +10,13 @@ from molink.scheduler.request_state import RequestState
 
 #: Each queue has twice the quantum of the previous one; the last is unlimited.
 LEVELS = 16
-#: Minimum seconds of waiting before promotion (the paper's alpha).
+#: Minimum seconds of waiting before a promotion (the paper's alpha).
 ALPHA = 0.3
-#: Quanta of its queue that a request waits at least before promotion.
+#: Minimum wait before a promotion, in quanta of the request's queue.
 PROMOTION_QUANTA = 16
-#: A request is preempted only if its quantum is this many times its restore cost.
+#: Minimum ratio of a request's quantum to its restore cost for a preemption.
 MIN_QUANTUM_RATIO = 8
-#: Seconds of an iteration before profiles or measurements exist.
+#: Assumed seconds of an iteration before profiles or measurements exist.
 DEFAULT_ITERATION_S = 0.05
 
 
@@ -28,11 +28,11 @@ class QueuePosition:
     level: int
     #: When it joined the level.
     since: float
-    #: The level whose quantum it consumes; it differs while promoted.
+    #: The level whose quantum it consumes, which differs from its level while promoted.
     home_level: int
-    #: Time since which it has no rows in flight; ``None`` while it has.
+    #: Time since which it has had no rows in flight; ``None`` while it has some.
     idle_since: float | None
-    #: Seconds with rows in flight at its level, and until when they are counted.
+    #: Seconds with rows in flight at its level, and the time up to which they are counted.
     spent_s: float = 0.0
     counted_until: float = 0.0
 
@@ -42,14 +42,15 @@ class Mlfq(RankedPolicy):
 
     A request joins the first queue. After that queue's quantum, counted while any of its rows are
     in flight, it is demoted to the end of the next queue. The first quantum is the ring's shortest
-    iteration, and each further one is doubled. Requests in flight keep their place.
+    iteration; each further quantum is doubled. Requests in flight keep their place.
 
     *Promotion.* A request that waits for ``alpha`` seconds, and for :data:`PROMOTION_QUANTA` quanta
     of its queue, moves to the end of the first queue and consumes its own queue's quantum there.
-    The paper promotes after ``alpha`` for one quantum of the first queue. Under load that promotes
-    all requests, so none has priority, and recomputes a preempted request for a single token. Here
-    the wait is bounded by a multiple of the time that the request has run, plus the promoted
-    requests before it, each of which stays for at most its quantum and an iteration.
+    The paper promotes a request after ``alpha``, for one quantum of the first queue. Under load
+    that promotes all requests, so that none has priority, and may recompute a preempted request for
+    a single token. Here the wait is bounded by a multiple of the time that the request has run,
+    plus the time of requests promoted before it, each of which stays for at most its quantum and an
+    iteration.
     """
 
     def __init__(self, alpha: float = ALPHA) -> None:
@@ -63,24 +64,24 @@ class Mlfq(RankedPolicy):
         self._shortest_observed_s: float | None = None
 
     def initial_level(self, state: RequestState) -> int:
-        """The queue of a new request."""
+        """Return the queue of a new request."""
         return 0
 
     def demoted_level(self, state: RequestState, level: int) -> int:
-        """The queue that a request is demoted to."""
+        """Return the queue to which a request is demoted."""
         return level + 1
 
     def quantum_s(self, level: int) -> float:
-        """Seconds that a request may run in a queue."""
+        """Return the seconds that a request may run in a queue."""
         return float(self._shortest_s * (1 << level))
 
     def level_for(self, seconds: float) -> int:
-        """The first queue with a quantum of at least ``seconds``."""
+        """Return the first queue with a quantum of at least ``seconds``."""
         levels = range(LEVELS - 1)
         return next((level for level in levels if self.quantum_s(level) >= seconds), LEVELS - 1)
 
     def _promoted_at(self, entry: QueuePosition) -> float | None:
-        """When it is promoted if it stays idle; ``None`` while it runs."""
+        """Return when a request is promoted if it stays idle; ``None`` while it runs."""
         if entry.idle_since is None:
             return None
         return entry.idle_since + max(
@@ -143,7 +144,7 @@ class Mlfq(RankedPolicy):
         return [levels[level] for level in range(LEVELS)]
 
     def can_be_preempted(self, state: RequestState) -> bool:
-        """Whether it has run for much longer than restoring it takes."""
+        """Whether the request has run for much longer than its restoration takes."""
         seconds = self.restore_cost(state)
         if seconds is None:
             seconds = self.ring_times.prompt_s(state.num_computed)
@@ -152,7 +153,7 @@ class Mlfq(RankedPolicy):
     def estimate_next_scheduled(
         self, requests: Collection[RequestState], batch: int, now: float
     ) -> Mapping[RequestState, float]:
-        """Until the requests before it are demoted to its queue, or it is promoted (§4.2)."""
+        """Estimate when requests before it are demoted to its queue, or it is promoted (§4.2)."""
         levels = Counter(entry.level for entry in self._positions.values())
         before, ahead, quanta = [0.0] * LEVELS, 0, 0.0
         # Each request ahead consumes the quanta of all queues from its own to this one.
@@ -171,7 +172,7 @@ class Mlfq(RankedPolicy):
         return scheduled
 
     def rank_request(self, state: RequestState, now: float) -> Rank:
-        """By queue, then by the time of joining it."""
+        """Rank by queue, then by the time of joining it."""
         entry = self._positions[state]
         promoted_at = self._promoted_at(entry)
         if (
@@ -185,19 +186,18 @@ class Mlfq(RankedPolicy):
 
 
 class SkipJoinMlfq(Mlfq):
-    """A new request skips the queues whose quantum is shorter than its prefill.
+    """A new request skips queues with a quantum shorter than its prefill.
 
-    The prefill time is predicted by profiles and links for the tokens that are not cached. A
-    demoted request skips queues whose quantum is shorter than its next iteration, including the
-    rest of its prompt.
+    The prefill time of uncached tokens is predicted from profiles and links. A demoted request
+    skips queues whose quantum is shorter than its next iteration, including the rest of its prompt.
     """
 
     def initial_level(self, state: RequestState) -> int:
-        """The first queue whose quantum covers the prefill."""
+        """Return the first queue whose quantum covers the prefill."""
         return self.level_for(self.ring_times.prompt_s(state.num_uncached))
 
     def demoted_level(self, state: RequestState, level: int) -> int:
-        """The next queue, or a later one whose quantum covers the rest of the prompt."""
+        """Return the next queue, or a later one whose quantum covers the rest of the prompt."""
         rest = len(state.tokens) - state.num_issued
         return max(level + 1, self.level_for(self.ring_times.prompt_s(rest)) if rest > 1 else 0)
 
@@ -218,10 +218,10 @@ class FixedPriority(SkipJoinMlfq):
         return None
 
     def can_be_preempted(self, state: RequestState) -> bool:
-        """For any shorter prompt, at any cost."""
+        """Allow preemption for any shorter prompt, at any cost."""
         return True
 
     def rank_request(self, state: RequestState, now: float) -> Rank:
-        """By queue, then by arrival."""
+        """Rank by queue, then by arrival."""
         entry = self._positions[state]
         return entry.level, 0.0, entry.arrival_number

@@ -7,7 +7,7 @@ from molink.facts.ring_times import RingTimes
 from molink.scheduler.policies.base import RestoreCost, SchedulingPolicy, choose_stalled
 from molink.scheduler.request_state import RequestState
 
-#: Level, time of joining the level, arrival number; the least runs first. Ranks are unique.
+#: Level, time of joining the level, arrival number; the lowest rank runs first. Ranks are unique.
 Rank = tuple[float, float, int]
 
 
@@ -17,7 +17,7 @@ class RankedPolicy(SchedulingPolicy):
     def __init__(self) -> None:
         #: Measured stage and link times.
         self.ring_times = RingTimes((), (), 0)
-        #: Seconds to restore a preempted request by copies.
+        #: Returns the seconds to restore a preempted request by copies.
         self.restore_cost: RestoreCost = lambda state: None
 
     def set_times(self, times: RingTimes) -> None:
@@ -28,7 +28,7 @@ class RankedPolicy(SchedulingPolicy):
 
     @abstractmethod
     def rank_request(self, state: RequestState, now: float) -> Rank:
-        """The rank of a request."""
+        """Return the rank of a request."""
 
     def can_be_preempted(self, state: RequestState) -> bool:
         """Whether a request can be preempted for a waiting one."""
@@ -39,7 +39,7 @@ class RankedPolicy(SchedulingPolicy):
         return self.rank_request(preemptor, now)[0] < self.rank_request(other, now)[0]
 
     def choose_admitted(self, waiting: Sequence[RequestState], now: float) -> RequestState | None:
-        """The best request of the first client on the best level."""
+        """Choose the best request of the first client on the best level."""
         ranks = {state: self.rank_request(state, now) for state in waiting}
         best = min(level for level, _, _ in ranks.values())
         level = [state for state in waiting if ranks[state][0] == best]
@@ -52,7 +52,7 @@ class RankedPolicy(SchedulingPolicy):
     def choose_preempted(
         self, preemptor: RequestState, idle: Sequence[RequestState], num_running: int, now: float
     ) -> RequestState | None:
-        """A stalled request, else the lowest-ranked one behind ``preemptor``.
+        """Choose a stalled request, or the last-ranked one behind ``preemptor``.
 
         For a waiting preemptor, it must be on a worse level and :meth:`can_be_preempted`.
         """

@@ -15,7 +15,7 @@ class Srpt(RankedPolicy):
         super().__init__()
         self._arrival_numbers: dict[RequestState, int] = {}
         self._num_arrivals = 0
-        #: Seconds by number of prompt rows, and per token.
+        #: Memo of seconds by number of prompt rows, and per token.
         self._prompt_s: dict[int, float] = {}
         self._token_s = 0.0
 
@@ -31,7 +31,7 @@ class Srpt(RankedPolicy):
         del self._arrival_numbers[state]
 
     def rank_request(self, state: RequestState, now: float) -> Rank:
-        """By remaining seconds."""
+        """Rank by remaining seconds."""
         rows = len(state.tokens) - (state.num_issued if state.phase != "waiting" else 0)
         if rows not in self._prompt_s:
             self._prompt_s[rows] = self.ring_times.prompt_s(rows) if rows > 0 else 0.0

@@ -1,1 +1,1 @@
-"""Speculative decoding: drafts are proposed, and one pass through the ring verifies several."""
+"""Speculative decoding: one pass through the ring verifies several proposed drafts."""

@@ -1,8 +1,8 @@
 """Requests to the draft model.
 
-A small model with the same vocabulary on the first stage's device proposes what n-grams don't find.
-Its requests wait meanwhile, so it is used only if the expected tokens are worth that delay and
-their rows. The model's own probabilities decide when to stop.
+A small model with the same vocabulary, on the first stage's device, proposes drafts that n-grams
+don't find. Requests wait for it, so it is used only if the expected tokens are worth the delay and
+the rows. The model's own probabilities decide when to stop.
 """
 
 import math
@@ -18,31 +18,32 @@ from molink.scheduler.speculation.round_trip_costs import RingLoad, RoundTripCos
 
 #: Expected gains of drafts are divided by this, since profiles and probabilities are estimates.
 MARGIN = 1.2
-#: The divisor for requests to the draft model; larger, since each also delays other requests.
+#: The divisor for requests to the draft model, which is larger since each also delays other
+#: requests.
 _REQUEST_MARGIN = 1.8
 #: Maximum drafts per request to the model.
 MAX_MODEL_DRAFTS = 8
-#: Unread tokens up to which a request waits for its drafts; longer contexts are read in the
-#: background, up to so many tokens at a time.
+#: Maximum unread tokens for which a request waits for its drafts; longer contexts are read in the
+#: background, at most this many tokens at a time.
 _SOON, _AT_ONCE = 32, 512
-#: Tokens within which reading a prompt has to pay off.
+#: Number of tokens within which reading a prompt must pay off.
 _PAYBACK_TOKENS = 64
-#: Requests to the model before more than one per volume is made.
+#: Number of requests to the model before more than one per volume is made.
 _MIN_TRIALS = 8
 #: Initial estimate of the passes per request.
 _DEFAULT_PASSES = 3.0
-#: Weight of the latest result in the slowdown and the passes; the maximum factor by which one
-#: result raises the slowdown; and its decay with each volume without requests.
+#: Weight of the latest result in the slowdown and the passes, maximum factor by which one result
+#: raises the slowdown, and the slowdown's decay with each volume without requests.
 _SMOOTHING, _SLOWER, _EASING = 0.2, 4.0, 0.002
-#: Lower bound of the assumed success of drafts.
+#: Lower bound of the assumed success ratio of drafts.
 MIN_SUCCESS = 0.01
 
 
 @dataclass(slots=True, eq=False)
 class _ModelRequest:
-    """The model's state of a request: it has read the first ``num_tokens`` tokens.
+    """The model's state of a request, of which it has read the first ``num_tokens`` tokens.
 
-    ``is_pending`` while a result is outstanding.
+    ``is_pending`` is set while a result is outstanding.
     """
 
     number: int
@@ -54,7 +55,7 @@ class _ModelRequest:
 class DraftModelQueue:
     """Requests of one scheduler to its draft model, if there is a ``model``.
 
-    Always requests ``fixed`` tokens unless that is 0.
+    Each request is for ``fixed`` tokens unless that is 0.
     """
 
     def __init__(self, model: DraftModelFacts | None, costs: RoundTripCosts, fixed: int) -> None:
@@ -66,15 +67,15 @@ class DraftModelQueue:
         self._by_number: dict[int, _ModelRequest] = {}
         self._requests: list[DraftRequest] = []
         self._ended_numbers: list[int] = []
-        #: Requests whose rows wait for the next batch, and for each pending batch.
+        #: Requests whose rows wait for the next batch, and those waiting for each pending batch.
         self._held: list[RequestState] = []
         self._batches: deque[tuple[DraftBatch, Sequence[RequestState]]] = deque()
         self._waiting: set[RequestState] = set()
-        #: Measured time relative to the profile, and passes per request.
+        #: Measured time relative to the profile, and mean passes per request.
         self._slowdown, self._passes = 1.0, _DEFAULT_PASSES
         #: Accuracy and yield of all its drafts.
         self.draft_record, self.draft_yield = DraftRecord(), DraftYield()
-        #: Tokens drafted, and seconds taken.
+        #: Total tokens drafted, and total seconds taken.
         self.num_drafted = 0
         self.draft_seconds = 0.0
 
@@ -90,9 +91,10 @@ class DraftModelQueue:
     def request_drafts(
         self, requests: Sequence[tuple[RequestState, RequestDrafter, int]], load: RingLoad
     ) -> None:
-        """Request drafts for a volume's requests if that pays.
+        """Request drafts for a volume's requests if that pays off.
 
-        Each comes with its maximum number of drafts. The whole volume waits for the results.
+        Each request comes with its maximum number of drafts. The whole volume waits for the
+        results.
         """
         model = self._model
         if model is None or load.has_prefill:
@@ -119,7 +121,7 @@ class DraftModelQueue:
             able = able[:1]
         asked, saved = self._best_count([drafter.draft_yield for _, drafter, _ in able], load)
         least = self._min_probability(asked, load)
-        if not asked:  # a slow model is tried again later
+        if not asked:  # so that a slow model is tried again later
             self._slowdown += _EASING * (1.0 - self._slowdown)
         for state, drafter, room in able[:asked]:
             behind = len(state.tokens) - self._known_tokens(state)
@@ -131,7 +133,7 @@ class DraftModelQueue:
                 self._add_request(state, drafter, 0, 0.0)
 
     def pop_batch(self) -> DraftBatch | None:
-        """The next batch to send to the model."""
+        """Return the next batch to send to the model."""
         if not self._requests and not self._ended_numbers:
             return None
         batch = DraftBatch(tuple(self._requests), tuple(self._ended_numbers))
@@ -175,8 +177,8 @@ class DraftModelQueue:
     ) -> bool:
         """Whether the model could propose tokens that no other source has.
 
-        Not where n-grams or a grammar are as likely to be right, nor after images, which it doesn't
-        see.
+        It is not asked if n-grams or a grammar are as likely to be right, nor after images, which
+        it can't see.
         """
         if state.image_spans:
             return False
@@ -198,7 +200,7 @@ class DraftModelQueue:
     def _add_request(
         self, state: RequestState, drafter: RequestDrafter, wanted: int, least: float
     ) -> None:
-        """Request ``wanted`` tokens, or only send more context if that is 0."""
+        """Request ``wanted`` tokens, or only send more context if ``wanted`` is 0."""
         model_request = self._model_requests.get(state)
         if model_request is None:
             model_request = self._model_requests[state] = _ModelRequest(
@@ -232,11 +234,11 @@ class DraftModelQueue:
             self._passes += _SMOOTHING * (passes - self._passes)
 
     def _pass_s(self, rows: int, context: int) -> float:
-        """Seconds of a pass of the model, by its profile."""
+        """Return the seconds of a pass of the model, by its profile."""
         return 0.0 if self._model is None else self._model.profile.decode_s(rows, context)
 
     def _min_probability(self, asked: int, load: RingLoad) -> float:
-        """The probability above which one more draft and its row pay off."""
+        """Return the probability above which one more draft and its row pay off."""
         before = self._costs.round_trip_s(0, load)
         if not before or not asked:
             return math.inf
@@ -246,7 +248,7 @@ class DraftModelQueue:
         return MARGIN * load.rows * (after / before - 1) / asked
 
     def _best_count(self, draft_yields: Sequence[DraftYield], load: RingLoad) -> tuple[int, float]:
-        """The number of leading requests that pay off most, and seconds saved per token."""
+        """Return the number of leading requests that pay off most, and seconds saved per token."""
         before = self._costs.round_trip_s(0, load)
         best, most, rows, tokens = 0, before, 0.0, float(load.rows)
         if not before:
@@ -264,5 +266,5 @@ class DraftModelQueue:
 
 
 def _default_probability(drafter: RequestDrafter) -> float:
-    """The probability of an unknown draft, assuming that all of a request are equally likely."""
+    """Return the probability of an unknown draft, if all drafts of a request are equally likely."""
     return drafter.draft_yield.tokens / (1.0 + drafter.draft_yield.tokens)

@@ -21,7 +21,7 @@ _STEP_S = 1e-4
 class RingLoad:
     """The ring's load: ``rows`` decode rows per volume, ``volumes_in_flight`` such volumes.
 
-    ``context`` tokens precede a row on average. ``has_prefill`` means that chunks are piggybacked.
+    ``context`` tokens precede a row on average. ``has_prefill`` means that volumes carry chunks.
     """
 
     rows: int
@@ -31,7 +31,7 @@ class RingLoad:
 
     @property
     def rounded_context(self) -> "RingLoad":
-        """The load with its context rounded."""
+        """Return the load with its context rounded."""
         return replace(self, context=self.context - self.context % _CONTEXT_STEP)
 
 
@@ -52,12 +52,12 @@ class RoundTripCosts:
 
     @property
     def mtp_s(self) -> float:
-        """Seconds of another token that the last stage predicts."""
+        """Return the seconds of one more MTP token at the last stage."""
         profiles = self._ring_times.profiles
         return profiles[-1].mtp_s if profiles else 0.0
 
     def round_trip_s(self, drafts: int, load: RingLoad, drafting_s: float = 0.0) -> float:
-        """Seconds per token of a stream with ``drafts`` in its volume; 0 if unknown.
+        """Return the seconds per token of a stream with ``drafts`` in its volume; 0 if unknown.
 
         ``drafting_s`` is the time that the first stage's device spends on a draft model before.
         """
@@ -69,15 +69,15 @@ class RoundTripCosts:
         return self._round_trips[key]
 
     def bottleneck_s(self, rows: int, context: float) -> float:
-        """Seconds that a decode volume occupies the slowest stage or link."""
+        """Return the seconds for which a decode volume occupies the slowest stage or link."""
         times = self._ring_times
         steps = (profile.decode_s(rows, context) for profile in times.profiles)
         return max((*steps, *(times.send_s(index, rows) for index in range(len(times.links)))))
 
     def balanced_rows(self, context: int) -> int:
-        """Rows that the slowest link sends while the slowest stage computes.
+        """Return the rows that the slowest link sends while the slowest stage computes.
 
-        Fewer if the stage would take much longer than for one row.
+        They are fewer if the stage would take much longer than for one row.
         """
         if context not in self._balanced_rows:
             times = self._ring_times
@@ -103,7 +103,7 @@ class RoundTripCosts:
 
 
 def _step_s(profile: Profile, drafts: int, load: RingLoad) -> float:
-    """Seconds of a decode step with ``drafts``, including the growth of a piggybacked chunk.
+    """Return the seconds of a decode step with ``drafts`` and the growth of its chunk, if any.
 
     A chunk shares the weights among all rows and fills whole tiles with the decode rows
     (:mod:`molink.scheduler.chunk_size`), so one more row costs one more tile.

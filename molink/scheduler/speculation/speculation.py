@@ -1,17 +1,17 @@
-"""How many drafts each request of a micro-batch gets.
+"""Decides how many drafts each request of a micro-batch gets.
 
-A draft is an additional row in a decode volume. Drafts pay off if their expected tokens, the
-product of the probabilities of each and those before it, outweigh the longer round trip of the
-whole volume: the stages' computation and the links' transfer of their rows
-(:mod:`molink.facts.ring_times`). If latency dominates, rows cost almost nothing; if stages compute
-all the time, none are drafted.
+A draft is an additional row in a decode volume. Its expected gain in tokens is the product of its
+probability and those of all drafts before it. Drafts pay off if these gains outweigh the longer
+round trip of the whole volume: the stages' computation and the links' transfer of their rows
+(:mod:`molink.facts.ring_times`). If latency dominates, rows cost almost nothing; if stages are
+always busy, there are no drafts.
 
-Tokens that a grammar forces are drafts that are certain: their rows must be computed anyway.
+Tokens that a grammar forces are certain drafts, whose rows must be computed anyway.
 
 Drafts that don't fit into their pass, or don't pay off there, may follow in a *lookahead* volume of
 their own while stages and links have time. All drafts of a request in flight form one path. When a
-different token comes back, the rows on the rest of the path are wrong: they still go round, the
-next rows overwrite their KV, and the last stage ignores them.
+different token comes back, the rows on the rest of the path are wrong: they still go round the
+ring, but the last stage ignores them, and the next rows overwrite their KV.
 """
 
 import math
@@ -34,10 +34,10 @@ from molink.scheduler.speculation.request_drafter import DraftRecord, DraftYield
 from molink.scheduler.speculation.round_trip_costs import RingLoad, RoundTripCosts
 from molink.wire.messages.data_plane import MtpDrafts, SampledId
 
-#: Tokens proposed at once.
+#: Maximum tokens proposed at once.
 _MAX_PROPOSED = 128
-#: Share of a round trip up to which decode volumes may occupy the slowest stage or link for
-#: lookahead to be sent.
+#: Share of a round trip for which decode volumes may occupy the slowest stage or link if lookahead
+#: is sent.
 _LOOKAHEAD_SHARE = 0.8
 
 
@@ -45,7 +45,7 @@ _LOOKAHEAD_SHARE = 0.8
 class _DraftCandidate:
     """Proposed drafts of a request with their conditional ``probabilities``.
 
-    Their expected gain must be ``margin`` times their cost.
+    Their expected gain must be at least ``margin`` times their cost.
     """
 
     state: RequestState
@@ -78,15 +78,15 @@ class Speculation:
         self._costs.set_times(times)
 
     def ask_draft_model(self, requests: Iterable[RequestState], load: RingLoad) -> None:
-        """Request drafts from the model for requests that can decode on."""
+        """Request drafts from the model for requests that can decode further."""
         each = [(state, self._drafter_of(state), _draft_room(state)) for state in requests]
         self.draft_queue.request_drafts(each, load.rounded_context)
 
     def bound_mtp_drafts(self, load: RingLoad) -> tuple[int, float]:
-        """How many tokens the last stage may predict after each that it samples.
+        """Return the maximum MTP tokens after each sampled token, and a minimum probability.
 
-        It stops where the probability that all are right is below the second number: each costs its
-        own time and that of one more row.
+        The last stage stops when the probability that all are right falls below the minimum, since
+        each token costs its own time and that of one more row.
         """
         if not self._config.has_mtp_drafts:
             return 0, 0.0
@@ -108,7 +108,7 @@ class Speculation:
         room: int,
         rows_in_flight: Sequence[int] = (),
     ) -> list[tuple[RequestState, Sequence[int]]]:
-        """Drafts for the requests of a volume; at most ``room`` in all.
+        """Choose drafts for the requests of a volume; at most ``room`` in all.
 
         ``rows_in_flight`` are the rows of each decode volume in flight.
         """
@@ -141,7 +141,7 @@ class Speculation:
         rows_in_flight: Sequence[int],
         room: int,
     ) -> list[tuple[RequestState, Sequence[int]]]:
-        """Lookahead drafts that continue those in flight; at most ``room`` in all.
+        """Choose lookahead drafts that continue those in flight; at most ``room`` in all.
 
         ``rows_in_flight`` are the rows of each decode volume in flight.
         """
@@ -157,7 +157,7 @@ class Speculation:
             self._costs.round_trip_s(0, load),
             list[tuple[RequestState, Sequence[int]]](),
         )
-        # The mean delay of a volume behind one on a wrong path.
+        # The mean delay of a volume behind a volume of wrong drafts.
         lost = self._costs.bottleneck_s(left, load.context) / 2 * load.rows
         for offer in offers:
             probability = offer.probabilities[0]
@@ -177,7 +177,7 @@ class Speculation:
         self._drafter_of(state).on_forced(len(state.tokens), tokens)
 
     def on_mtp_drafts(self, state: RequestState, drafts: MtpDrafts) -> None:
-        """Record what the last stage predicts after the tokens of the request."""
+        """Record the last stage's MTP drafts after the request's tokens."""
         probabilities = tuple(percent / 100 for percent in drafts.percents)
         self._drafter_of(state).on_model_drafts(
             len(state.tokens), DraftTokens(-1, drafts.tokens, probabilities)
@@ -191,10 +191,10 @@ class Speculation:
         return state.drafter
 
     def _max_per_pass(self, load: RingLoad, rows_in_flight: Sequence[int]) -> int:
-        """Maximum drafts after a decode row.
+        """Return the maximum number of drafts after a decode row.
 
-        Half of a lookahead volume if two such volumes fit: those come hardly later and don't delay
-        the row itself.
+        It is half of a lookahead volume if two such volumes fit, since their tokens are hardly
+        later and don't delay the row itself.
         """
         if not self._auto:
             return self._config.num_speculative_tokens
@@ -207,7 +207,7 @@ class Speculation:
     def _draft_candidate(
         self, state: RequestState, least: float, per_pass: int, has_prefill: bool
     ) -> _DraftCandidate | None:
-        """Drafts to try after the request's tokens, if any."""
+        """Propose drafts after the request's tokens, if any."""
         drafter = self._drafter_of(state)
         first = len(state.tokens)
         is_forced = drafter.is_forced(first)
@@ -227,8 +227,7 @@ class Speculation:
         return _DraftCandidate(state, drafts, probabilities)
 
     def _lookahead_candidate(self, state: RequestState) -> _DraftCandidate | None:
-        """Drafts after those in flight, with the probability that all of these and the first are
-        right."""
+        """Propose drafts after those in flight; the first's probability includes these."""
         drafter, room = state.drafter, _draft_room(state)
         if drafter is None or room < 1:
             return None
@@ -241,7 +240,7 @@ class Speculation:
         return _DraftCandidate(state, drafts, [math.prod(probabilities)])
 
     def _lookahead_rows(self, load: RingLoad, rows_in_flight: Sequence[int]) -> int:
-        """Rows of a lookahead volume; 0 if there is no time for one."""
+        """Return the rows of a lookahead volume; 0 if there is no time for one."""
         if not self._auto:
             return self._config.num_speculative_tokens
         round_trip = self._costs.round_trip_s(0, load)
@@ -252,7 +251,7 @@ class Speculation:
         return rows if busy <= _LOOKAHEAD_SHARE * round_trip else 0
 
     def _min_probability(self, load: RingLoad) -> float:
-        """The probability above which one draft pays off without chunks; infinite if unknown."""
+        """Return the probability above which a draft pays off without chunks, or infinity."""
         load = replace(load, has_prefill=False)
         before, after = self._costs.round_trip_s(0, load), self._costs.round_trip_s(1, load)
         return MARGIN * load.rows * (after - before) / before if before else math.inf
@@ -260,7 +259,7 @@ class Speculation:
     def _choose_counts(
         self, candidates: Sequence[_DraftCandidate], load: RingLoad, room: int
     ) -> list[tuple[_DraftCandidate, int]]:
-        """How many drafts of each candidate, best first."""
+        """Choose how many drafts each candidate gets, best first."""
         order = self._order_by_gain(candidates, room)
         count = self._best_count(order, load) if self._auto else len(order)
         counts = [0] * len(candidates)
@@ -271,7 +270,7 @@ class Speculation:
     def _order_by_gain(
         self, candidates: Sequence[_DraftCandidate], room: int
     ) -> list[tuple[int, float]]:
-        """Candidates in order of their next draft's gain, with the gains."""
+        """Yield candidates in order of their next draft's gain, with the gains."""
         heap = [(-each.probabilities[0], index, 1) for index, each in enumerate(candidates)]
         heapify(heap)
         order: list[tuple[int, float]] = []
@@ -284,7 +283,7 @@ class Speculation:
         return order
 
     def _best_count(self, order: Sequence[tuple[int, float]], load: RingLoad) -> int:
-        """The number of these drafts with the most tokens per second."""
+        """Return the number of these drafts that yields the most tokens per second."""
         tokens = float(load.rows)
         best, most = 0, tokens / (self._costs.round_trip_s(0, load) or 1.0)
         for count, (_, gain) in enumerate(order, 1):
@@ -295,15 +294,15 @@ class Speculation:
 
 
 def _draft_room(state: RequestState) -> int:
-    """Drafts that may still be added to those in flight; one token follows the last."""
+    """Return how many drafts may still be added to those in flight; one token follows the last."""
     left = min(state.max_remaining, state.credit_window - (len(state.tokens) - state.num_credited))
     return left - 1 - len(state.draft_path)
 
 
 def are_expected(choices: Sequence[SampledId], position: int, drafts: Sequence[int]) -> bool:
-    """Whether they are tokens from ``position`` on of which all but the last match ``drafts``.
+    """Whether the tokens start at ``position`` and all but the last match ``drafts``.
 
-    Otherwise the KV would be that of other tokens.
+    Otherwise the KV would belong to other tokens.
     """
     if not 1 <= len(choices) <= 1 + len(drafts):
         return False
@@ -314,14 +313,14 @@ def are_expected(choices: Sequence[SampledId], position: int, drafts: Sequence[i
 
 
 def compare_drafts(state: RequestState, choices: Sequence[SampledId]) -> tuple[int, int]:
-    """The number of path drafts that ``choices`` cover, and of the leading right ones."""
+    """Count the path drafts that ``choices`` cover, and the leading right ones among them."""
     pairs = list(zip(choices, state.draft_path, strict=False))
     wrong = (at for at, (choice, draft) in enumerate(pairs) if choice.token != draft)
     return len(pairs), next(wrong, len(pairs))
 
 
 def advance_path(state: RequestState, new: int, right: int) -> None:
-    """Advance the path by ``new`` tokens of which the first ``right`` matched, or clear it."""
+    """Advance the path by ``new`` tokens, the first ``right`` of which matched, or clear it."""
     del state.draft_path[:new]
     if (
         right < new

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-#: Maximum white space held until the next part is known; around calls it is dropped.
+#: Maximum white space held until the next part is known; white space around calls is dropped.
 MAX_HELD_SPACE = 1024
 
 
@@ -60,7 +60,7 @@ class AnswerParser(Protocol):
         """Whether the text so far ends in reasoning."""
 
     def parse_delta(self, text: str) -> list[AnswerPart]:
-        """Append ``text``; return the parts that are certain."""
+        """Append ``text``; return the parts that are now certain."""
 
     def finish_parsing(self) -> list[AnswerPart]:
         """Return the held parts at the end."""
@@ -69,7 +69,7 @@ class AnswerParser(Protocol):
 class AnswerPartBuilder:
     """Collects parts: merges adjacent texts and numbers calls.
 
-    White space is held until the next part is known: around calls it is dropped.
+    White space is held until the next part is known, since white space around calls is dropped.
     """
 
     def __init__(self) -> None:
@@ -161,7 +161,7 @@ class MarkerFinder:
         return held
 
     def _marker_start(self, buffer: str) -> int:
-        """Start of a possible marker prefix in ``buffer``; its length if there is none."""
+        """Return the start of a possible marker prefix in ``buffer``, or the buffer's length."""
         for first in self._firsts:
             begin = buffer.rfind(first)
             if begin >= 0 and any(marker.startswith(buffer[begin:]) for marker in self._markers):

@@ -10,7 +10,7 @@ from molink.text.tool_calls.base import AnswerPartBuilder
 #: Maximum characters held until a call is recognized.
 MAX_HELD_CHARACTERS = 64 * 1024
 
-#: Llama says "parameters".
+#: Llama calls arguments "parameters".
 _ARGUMENT_KEYS = ("arguments", "parameters")
 _SPACE = " \t\n\r"
 _IN_STRING = re.compile(r'[^"\\]*')
@@ -221,7 +221,7 @@ class CallListReader:
         return pos
 
     def finish_parsing(self, parts: AnswerPartBuilder) -> None:
-        """Add what is no call as text at the end of the answer."""
+        """At the end of the answer, add held characters that are no call as text."""
         if self._reader is not None and self._reader.state == "head":
             parts.add_text(self._opening + self._reader.held)
 

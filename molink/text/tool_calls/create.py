@@ -23,7 +23,8 @@ from molink.text.tool_calls.reasoning import (
     ReasoningParser,
 )
 
-#: Strings that a format's templates contain, and strings that exclude it; harmony is first.
+#: Strings that identify a format's templates, and strings that exclude the format; harmony is
+#: first.
 _TEMPLATE_SIGNS: dict[ToolCallFormat, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "harmony": (("<|channel|>", "<|message|>"), ()),
     "deepseek": (("<｜tool▁calls▁begin｜>", "<｜tool▁sep｜>"), ()),
@@ -88,7 +89,7 @@ class AnswerFormat:
     def special_markers(self, *, tools: bool) -> frozenset[str]:
         """Special tokens that the parser needs to see.
 
-        ``tools`` tells whether the answer may have calls.
+        ``tools`` says whether the answer may have calls.
         """
         calls = self.tool_calls if tools or self.tool_calls == "harmony" else None
         tags = {TAG_TOKENS.get(tag, tag) for tag in self.reasoning_tags or ()}

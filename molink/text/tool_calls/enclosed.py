@@ -1,7 +1,7 @@
-"""Parses calls between markers that come out when they are complete: LFM2 and Gemma 4.
+"""Parses calls between markers, which are emitted when complete: LFM2 and Gemma 4.
 
 LFM2 writes ``<|tool_call_start|>[name(key="value")]<|tool_call_end|>``, a list in Python; Gemma 4
-``<|tool_call>call:name{key:<|"|>value<|"|>}<tool_call|>``, with names of keys as they are.
+writes ``<|tool_call>call:name{key:<|"|>value<|"|>}<tool_call|>``, with unquoted keys.
 """
 
 import json
@@ -23,7 +23,7 @@ _WORDS = {"true": True, "false": False, "null": None, "None": None}
 
 @dataclass(frozen=True, slots=True)
 class Enclosure:
-    """Markers around calls, other special tokens in them, and what parses the text between."""
+    """Markers around calls, other special tokens in them, and the parser of the text between."""
 
     open: str
     close: str
@@ -71,7 +71,7 @@ class EnclosedCallParser:
         return self._parts.finish_parts()
 
     def _settle_calls(self, behind: str) -> None:
-        """End calls, or make text of what is none, and of what is ``behind`` it."""
+        """End the calls; text that is no call, and the text ``behind`` it, becomes content."""
         held, self._held = self._held or "", None
         calls = None
         if len(held) <= MAX_HELD_CHARACTERS:
@@ -92,17 +92,16 @@ def _parse_gemma_call(text: str, names: frozenset[str]) -> Calls | None:
     try:
         values, end = _parse_value(text, match.end(), 0)
         made = json.dumps(values, ensure_ascii=False, allow_nan=False)
-        made.encode("utf-8")  # fails for half a surrogate pair
+        made.encode("utf-8")  # this fails for half a surrogate pair
     except (ValueError, IndexError):
         return None
     return None if text[end:].strip() else [(match[1], made)]
 
 
 def _parse_value(text: str, pos: int, depth: int) -> tuple[Any, int]:
-    """Parse a value at ``pos``; returns it and the position behind it.
+    """Parse a value at ``pos``; return it and the position after it.
 
-    Raises:
-        ValueError: there is none. Likewise ``IndexError``.
+    Raises: ValueError: there is no value. Likewise ``IndexError``.
     """
     if depth > MAX_DEPTH:
         raise ValueError(text)

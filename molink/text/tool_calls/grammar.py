@@ -65,7 +65,7 @@ def build_call_grammar(
 
 
 def _start_rule(form: AnswerFormat, quote: Quote, ids: Mapping[str, int], tail: str) -> list[str]:
-    """An answer: optional reasoning, then calls."""
+    """Build the rule of an answer: optional reasoning, then calls."""
     if form.tool_calls == "harmony":
         opening = f'{quote("<|channel|>")} "analysis" {quote("<|message|>")}'
         behind = f'{quote("<|start|>")} "assistant"'
@@ -81,7 +81,7 @@ def _start_rule(form: AnswerFormat, quote: Quote, ids: Mapping[str, int], tail: 
 def _reasoning_rule(
     opening: str, closing: str, behind: str, quote: Quote, ids: Mapping[str, int]
 ) -> list[str]:
-    """Text up to ``closing``, which may be a special token."""
+    """Build the rule of text up to ``closing``, which may be a special token."""
     if closing in ids:
         return [f"thought: {opening} {ANY_TEXT_RULE} {quote(closing)} {behind}"]
     return [
@@ -91,7 +91,7 @@ def _reasoning_rule(
 
 
 def _answer_rule(form: AnswerFormat, quote: Quote, *, named: bool, parallel: bool) -> str:
-    """One call, or several where the format allows that."""
+    """Build the rule of one call, or several if the format allows it."""
     if form.tool_calls in TAG_LAYOUTS:
         return answer_rule(TAG_LAYOUTS[form.tool_calls], quote, parallel=parallel)
     match form.tool_calls:

@@ -1,7 +1,7 @@
 """Parses gpt-oss answers: messages in channels, OpenAI's harmony format.
 
 ``<|channel|>analysis<|message|>…<|end|>`` is reasoning, ``final`` the content, and ``commentary
-to=functions.NAME`` a tool call; other ``commentary`` is content, too.
+to=functions.NAME`` a tool call; other ``commentary`` is also content.
 """
 
 import re
@@ -35,7 +35,7 @@ class HarmonyParser:
         self._header = ""
         self._kind: MessageKind = "text"
         self._awaits_arguments = False
-        #: Kinds of messages so far.
+        #: Kinds of the messages so far.
         self._seen_kinds: set[MessageKind] = set()
         opened = _OPEN_MESSAGE.search(tail)
         if opened is not None:

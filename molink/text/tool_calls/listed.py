@@ -1,6 +1,6 @@
-"""Parses calls in a JSON list behind a marker: Granite 3 and Phi-4-mini.
+"""Parses calls in a JSON list after a marker: Granite 3 and Phi-4-mini.
 
-Granite writes ``<|tool_call|>[{"name": …, "arguments": {…}}]``; Phi-4-mini the same, or with
+Granite writes ``<|tool_call|>[{"name": …, "arguments": {…}}]``; Phi-4-mini writes the same, or uses
 ``functools`` as the marker. ``<|/tool_call|>`` may follow the list.
 """
 
@@ -11,9 +11,9 @@ from molink.text.tool_calls.call_reader import CallListReader
 
 OPEN, CLOSE = "<|tool_call|>", "<|/tool_call|>"
 MARKERS = frozenset({OPEN, CLOSE})
-#: Phi-4-mini's marker, with the bracket, since it is a word too.
+#: Phi-4-mini's marker, including the bracket, since the word alone may be text.
 FUNCTOOLS = "functools["
-#: Maximum characters, white space, between marker and list.
+#: Maximum white space characters between marker and list.
 _MAX_GAP = 64
 
 

@@ -2,7 +2,7 @@
 tag.
 
 The answer is the call, or several separated by ``;``. After ``<|python_tag|>`` there may be a
-program instead, which comes out as text.
+program instead, which is emitted as text.
 """
 
 from typing import Literal
@@ -24,7 +24,7 @@ class LlamaParser:
         self._parts = AnswerPartBuilder()
         self._finder = MarkerFinder((TAG,))
         self._reader = ToolCallReader(names)
-        #: A call without a tag may begin in states first and after.
+        #: A call without a tag may begin in the states ``first`` and ``after``.
         self._state: Literal["first", "after", "outside", "call"] = "first"
         #: Text before the current call, emitted if it turns out not to be one.
         self._opening = ""

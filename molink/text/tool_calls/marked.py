@@ -3,7 +3,7 @@
 DeepSeek V3: ``<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>name``, then the
 arguments as a code block of JSON, ``<｜tool▁call▁end｜>``, further calls and
 ``<｜tool▁calls▁end｜>``. V3.1 writes ``name<｜tool▁sep｜>{…}`` between the inner two tokens, Kimi
-K2 ``functions.name:0<|tool_call_argument_begin|>{…}`` between tokens of its own.
+K2 writes ``functions.name:0<|tool_call_argument_begin|>{…}`` between its own tokens.
 """
 
 import re
@@ -23,7 +23,7 @@ _MAX_GAP = 256
 class CallTokens:
     """Tokens of a format: around all calls, around each, and before its arguments.
 
-    ``header`` matches what is between the beginning of a call and its arguments; its group is the
+    ``header`` matches the text between the beginning of a call and its arguments; its group is the
     name. ``fence`` may follow the arguments.
     """
 
@@ -74,9 +74,9 @@ class MarkedCallParser:
         self._state: Literal["outside", "head", "arguments", "tail"] = "outside"
         #: The token that opens all calls and white space; text if no call follows.
         self._opening = ""
-        #: What follows in a call; text if it is none.
+        #: The following text of a call; content if it is not a call.
         self._held = ""
-        #: Tokens that belong to calls before them.
+        #: Tokens that belong to the preceding calls.
         self._awaited: set[str] = set()
 
     def parse_delta(self, text: str) -> list[AnswerPart]:
@@ -117,7 +117,7 @@ class MarkedCallParser:
         return pos
 
     def _add_content(self, text: str) -> None:
-        """Add content; white space behind an opening token is held with it."""
+        """Add content; white space after an opening token is held with it."""
         if self._opening and not text.strip() and len(self._opening) + len(text) <= _MAX_GAP:
             self._opening += text
         elif text:
@@ -153,7 +153,7 @@ class MarkedCallParser:
         return end
 
     def _read_tail(self, text: str, pos: int) -> int:
-        """Read white space and a fence behind arguments."""
+        """Read white space and a fence after arguments."""
         char = text[pos]
         if len(self._held) < _MAX_GAP and (char.isspace() or char in self._tokens.fence):
             self._held += char

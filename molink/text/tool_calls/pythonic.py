@@ -1,7 +1,6 @@
 """Parses calls written in Python: ``[get_weather(city="Paris"), now()]``, as Llama 3.2 and 4 may.
 
-The answer is such a list and nothing else; values are literals. A list comes out when it is
-complete.
+The answer consists of such a list only; values are literals. A list is emitted when it is complete.
 """
 
 import ast
@@ -15,7 +14,7 @@ from molink.text.tool_calls.call_reader import MAX_HELD_CHARACTERS
 TAG = "<|python_tag|>"
 MARKERS = frozenset({TAG})
 _BRACKETS = {")": "(", "]": "[", "}": "{"}
-#: What JSON calls Python's constants.
+#: JSON's names of Python's constants.
 _JSON_WORDS = {"true": True, "false": False, "null": None}
 #: Names and JSON arguments of calls.
 Calls = list[tuple[str, str]]
@@ -24,7 +23,7 @@ MAX_DEPTH = 32
 
 
 class _JsonWords(ast.NodeTransformer):
-    """Replaces JSON's words, which objects in calls may have."""
+    """Replaces JSON's constants, which objects in calls may contain."""
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         return ast.Constant(_JSON_WORDS[node.id]) if node.id in _JSON_WORDS else node
@@ -109,7 +108,7 @@ def parse_python_calls(text: str, names: frozenset[str]) -> Calls | None:
     """Parse a list of calls of ``names``; ``None`` if it is anything else."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of unknown escapes in strings
+            warnings.simplefilter("ignore")  # warnings about unknown escapes in strings
             tree = ast.parse(text.strip(), mode="eval").body
         if not isinstance(tree, ast.List) or not tree.elts:
             return None
@@ -131,5 +130,5 @@ def _parse_call(node: ast.expr, names: frozenset[str]) -> tuple[str, str] | None
             return None
         values[keyword.arg] = ast.literal_eval(_JsonWords().visit(keyword.value))
     text = json.dumps(values, ensure_ascii=False, allow_nan=False)
-    text.encode("utf-8")  # fails for half a surrogate pair
+    text.encode("utf-8")  # this fails for half a surrogate pair
     return name, text

@@ -18,12 +18,12 @@ REASONING_TAGS = (
     ("<seed:think>", "</seed:think>"),
     ("<|channel>thought", "<channel|>"),
 )
-#: The tokens that tags begin with, where these are no tokens.
+#: The tokens that begin tags which are not tokens themselves.
 TAG_TOKENS = {"<|channel>thought": "<|channel>"}
 
 
 def is_tag_open(tail: str, tag: str) -> bool:
-    """Whether a prompt that ends with ``tail`` has opened ``tag``."""
+    """Whether a prompt that ends with ``tail`` has an open ``tag``."""
     return tail.rstrip().endswith(tag)
 
 

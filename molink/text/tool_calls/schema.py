@@ -1,9 +1,9 @@
-"""Checks JSON schemas of tools, as far as templates and grammars depend on it."""
+"""Checks the properties of tools' JSON schemas on which templates and grammars depend."""
 
 from collections.abc import Iterator
 from typing import Any
 
-#: Maximum nesting; templates allow 32, including what surrounds a schema.
+#: Maximum nesting; templates allow 32 levels, including those around a schema.
 MAX_SCHEMA_DEPTH = 24
 
 _TYPES = frozenset({"array", "boolean", "integer", "null", "number", "object", "string"})

@@ -15,8 +15,8 @@ Seed-OSS has ``<seed:tool_call>`` around them and no line breaks around values. 
 or without line breaks. MiniMax-M2: ``<minimax:tool_call><invoke name="get_weather"><parameter
 name="city">Paris</parameter></invoke></minimax:tool_call>``, several calls between the outer tags.
 
-Texts are written as they are, other values as JSON: a tool's schema decides. Arguments come out as
-JSON, texts as they arrive.
+A tool's schema decides which values are plain text; all others are JSON. Arguments are emitted as
+JSON, text values as they arrive.
 """
 
 import json
@@ -41,10 +41,10 @@ _PYTHON_WORDS = {"True": True, "False": False, "None": None}
 class CallTags:
     """Tags of a format.
 
-    ``open`` and ``close`` are around calls. A call begins with ``begin``, which may be empty; then
-    ``name`` matches its beginning up to its last character, or, without ``begin``, up to the next
-    tag. ``key`` matches what is before a value. ``value_end`` ends a value, ``end`` a call. With
-    ``is_framed``, a line break before and one behind a value are not part of it. ``inner`` are
+    ``open`` and ``close`` enclose calls. A call begins with ``begin``, which may be empty; then
+    ``name`` matches its beginning up to its last character or, without ``begin``, up to the next
+    tag. ``key`` matches the text before a value. ``value_end`` ends a value, ``end`` a call. With
+    ``is_framed``, one line break before and one after a value are not part of it. ``inner`` are
     further tags that may be special tokens.
     """
 
@@ -169,7 +169,7 @@ class TaggedCallParser:
         return pos
 
     def _read_name(self, char: str) -> None:
-        """Read the name of a call, or behind a call the closing tag."""
+        """Read the name of a call or, after a call, the closing tag."""
         self._held += char
         begun = self._held.lstrip()
         if self._state == "between" and self._tags.close.startswith(begun):
@@ -189,7 +189,7 @@ class TaggedCallParser:
         return begin.startswith(begun) or begun.startswith(begin)
 
     def _abandon_name(self) -> None:
-        """The tag that was read is text; what follows may have another one."""
+        """Treat the tag that was read as text; the following text may have another one."""
         if self._state == "head":
             tag = self._opening or self._tags.begin
             self._parts.add_text(tag)
@@ -197,7 +197,7 @@ class TaggedCallParser:
         self._read_again()
 
     def _read_again(self) -> None:
-        """Read what was held as content."""
+        """Read the held text as content."""
         held, self._held, self._opening = self._held, "", ""
         self._state = "outside"
         self._parse_text(held)
@@ -212,7 +212,7 @@ class TaggedCallParser:
         self._opening, self._has_values, self._state = "", False, "keys"
 
     def _read_key(self, char: str) -> None:
-        """Read what begins a value, or ends the call."""
+        """Read the beginning of a value, or the end of the call."""
         if not self._held and char.isspace():
             return
         self._held += char
@@ -255,7 +255,7 @@ class TaggedCallParser:
 
 
 class _ValueWriter:
-    """Writes one value as JSON: a text as it arrives, anything else when it is complete."""
+    """Writes one value as JSON: text as it arrives, other values when they are complete."""
 
     def __init__(self, schema: Any, *, is_framed: bool) -> None:
         self._types = _json_types(schema)
@@ -297,7 +297,7 @@ class _ValueWriter:
 
 
 def _json_types(schema: Any) -> set[str]:
-    """Types that a property may have; empty if its schema does not say."""
+    """Return the types that a property may have; empty if its schema does not say."""
     if not isinstance(schema, Mapping):
         return set()
     found = schema.get("type")
@@ -312,12 +312,15 @@ def _json_types(schema: Any) -> set[str]:
 
 
 def is_text(schema: Any) -> bool:
-    """Whether a property is a text and nothing else, so that its value is written as it is."""
+    """Whether a property can only be text, so that its value is plain."""
     return _json_types(schema) == {"string"}
 
 
 def _encode_value(text: str, types: set[str]) -> str:
-    """A value as JSON: itself if it is, unless only a text may be meant; else as a text."""
+    """Encode a value as JSON.
+
+    JSON that need not be a string is unchanged; everything else becomes a string.
+    """
     raw = text.strip()
     try:
         value = _PYTHON_WORDS[raw] if raw in _PYTHON_WORDS else msgspec.json.decode(raw)

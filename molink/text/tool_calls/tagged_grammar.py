@@ -1,6 +1,6 @@
 """Rules for calls whose arguments are tagged one by one, in llguidance's Lark dialect.
 
-Arguments come in the order of the tool's schema; the ones that are not required may be left out.
+Arguments come in the order of the tool's schema; optional ones may be left out.
 """
 
 import json
@@ -13,21 +13,21 @@ from molink.text.tool_calls.formats import ToolCallFormat
 from molink.text.tool_calls.tagged import is_text
 
 ANY_TEXT_RULE = r"/(.|\n)*/"
-#: JSON as models write it; with flexible white space some never stop.
+#: JSON as models write it; with flexible white space some models never stop.
 _JSON_LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-#: Where a schema keeps what its references name.
+#: Keywords under which a schema keeps its definitions.
 _DEFINITIONS = ("$defs", "definitions")
 
-#: Quotes a marker or text for a rule.
+#: Quotes a marker or a text for a rule.
 Quote = Callable[[str], str]
 
 
 @dataclass(frozen=True, slots=True)
 class CallLayout:
-    """How models write a call; ``{}`` stands for a name. Parts are single tags or text.
+    """The layout of a call; ``{}`` stands for a name.
 
-    ``open`` and ``close`` are around each call, or around all with ``is_shared``. ``value_end``
-    follows a value, behind the text ``frame``, and ``gap`` follows that.
+    Parts are single tags or text. ``open`` and ``close`` enclose each call or, with ``is_shared``,
+    all calls. After a value come the text ``frame``, ``value_end`` and ``gap``.
     """
 
     open: tuple[str, ...]
@@ -85,7 +85,7 @@ TAG_LAYOUTS: dict[ToolCallFormat, CallLayout] = {
 
 
 def json_rule(schema: Mapping[str, Any]) -> str:
-    """JSON by ``schema``, without keys that it does not name.
+    """Build the rule of JSON by ``schema``, without keys that it does not name.
 
     Raises:
         RequestError: the schema is nested too deeply, or combines too many.
@@ -94,7 +94,7 @@ def json_rule(schema: Mapping[str, Any]) -> str:
 
 
 def answer_rule(layout: CallLayout, quote: Quote, *, parallel: bool) -> str:
-    """One call, or several."""
+    """Build the rule of one or several calls."""
     if not layout.is_shared:
         return 'call ("\\n" call)*' if parallel else "call"
     calls = "call call*" if parallel else "call"
@@ -109,7 +109,7 @@ def call_rules(
     name: str,
     schema: Mapping[str, Any],
 ) -> Iterator[str]:
-    """The rule ``call`` of a tool, and those that it needs."""
+    """Build the rule ``call`` of a tool, and the rules that it needs."""
     parts = [] if layout.is_shared else [*layout.open]
     rules = [_sequence((*parts, *layout.begin), quote, name)]
     properties, required = schema.get("properties", {}), schema.get("required", ())
@@ -132,7 +132,7 @@ def _value_rules(
     schema: Mapping[str, Any],
     inner: Any,
 ) -> Iterator[str]:
-    """What stands for a value and what ends it, then rules that this needs."""
+    """Build the expression of a value and its end, and the rules that it needs."""
     closing = _sequence((layout.frame, layout.value_end), quote)
     if is_text(inner):
         choices = inner.get("enum")

@@ -14,7 +14,7 @@ import msgspec
 
 from molink.errors import RequestError
 
-#: A message or tool as templates take it.
+#: A message or tool in the form that templates read.
 TemplateValue = dict[str, Any]
 RenderMessages = Callable[[Sequence[TemplateValue], Sequence[TemplateValue]], str]
 
@@ -32,8 +32,10 @@ _PROBE_TOOL: TemplateValue = {
 
 @dataclass(frozen=True, slots=True)
 class ToolCallStyle:
-    """How a template takes calls: arguments as objects or strings; omitted or empty content with
-    calls; one call per message; ids of nine alphanumeric characters; reasoning.
+    """How a template expects tool calls.
+
+    Arguments are objects or strings; content is omitted or empty with calls; there may be one call
+    per message; ids may need nine alphanumeric characters; reasoning may be accepted.
     """
 
     arguments_as_objects: bool = True
@@ -64,7 +66,7 @@ def apply_call_style(
 
 
 def _find_argument_forms(render: RenderMessages) -> Iterator[tuple[bool, bool]]:
-    """Argument forms that a template renders correctly, as JSON or otherwise."""
+    """Find the forms of arguments that a template renders correctly, as JSON or otherwise."""
     for objects in (True, False):
         for no_content in (False, True):
             arguments: Any = {"needle": "hay"} if objects else '{"needle": "hay"}'
