@@ -2,18 +2,25 @@
 
     python -m tools.simulate_drafts                      # three RTX 4090, 100 Mbps, 30 ms one way
     python -m tools.simulate_drafts rtx3060:20:15 --streams 16
+    python -m tools.simulate_drafts --candidates
 
-Requests are 32 prompts and greedy answers of SmolLM2-135M-Instruct (``docs/results/
-draft-texts.json``), token by token: the scheduler drafts, and the last stage accepts what the
-answer continues with. Small models go round in circles, which lookup predicts easily, so an answer
-ends where eight of its tokens come a second time. ``oracle`` sends no draft after the last right
-one: the most that better block sizes, and dropping wrong rows on their way, could bring.
+Requests are prompts and greedy answers of SmolLM2-135M-Instruct (``docs/results/
+draft-texts.json``, eight of each kind), token by token: the scheduler drafts, and the last stage
+accepts what the answer continues with. Small models go round in circles, which lookup predicts
+easily, so an answer ends where eight of its tokens come a second time. The kind ``later chat`` is
+``chat`` after 96 other chats. ``lookup`` is without earlier answers; ``oracle`` then sends no draft
+after the last right one: the most that better block sizes, and dropping wrong rows on their way,
+could bring.
+
+``--candidates`` counts how often the best, the second and the next six candidates of lookup are
+right: what sibling rows of a token tree could bring.
 """
 
 import argparse
 import json
 import statistics
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import cycle, islice
 from pathlib import Path
@@ -27,6 +34,10 @@ from molink.sim.simulate import SimulationOutcome, simulate_scenario
 from molink.sim.workload import Workload
 
 _TEXTS = Path(__file__).parents[1] / "docs" / "results" / "draft-texts.json"
+#: Chats that come before those of ``later chat``.
+_EARLIER = "earlier chat"
+#: Tokens that candidates match at most, and how many are counted.
+_LONGEST, _CANDIDATES = 6, 8
 #: Seconds between requests that come one after another; requests/s where all come at once.
 _APART_S, _TOGETHER = 120.0, 1000.0
 
@@ -52,18 +63,47 @@ def build_scenario(ring: str, model: str, texts: list[KnownText], streams: int) 
         for index, text in enumerate(sent)
     )
     workload = Workload(rate, len(sent) / rate, trace_rows=rows, arrivals="trace")
-    return Scenario(workload, 3, device, model, link, texts=sent)
+    return Scenario(workload, 3, device, model, link, texts=sent, prefix_cache=True)
 
 
 def format_row(
     kind: str, name: str, outcome: SimulationOutcome, without: SimulationOutcome
 ) -> Iterator[str]:
     """Cells of a row of the table."""
-    mean, before = (statistics.mean(side.tpots) for side in (outcome, without))
-    times = sorted(one / two for one, two in zip(without.tpots, outcome.tpots, strict=True))
+    counted = slice(-8, None) if kind == "later chat" else slice(None)
+    mean, before = (statistics.mean(side.tpots[counted]) for side in (outcome, without))
+    pairs = zip(without.tpots[counted], outcome.tpots[counted], strict=True)
+    times = sorted(one / two for one, two in pairs)
     yield from (kind, name, f"{1000 * mean:.1f}", f"{before / mean:.2f}")
     yield " ".join(f"{each:.2f}" for each in times)
     yield f"{outcome.accepted} of {outcome.drafted}"
+
+
+def rank_candidates(tokens: Sequence[int]) -> list[int]:
+    """What has followed the last tokens, by the length of the match, then the latest first."""
+    found: dict[int, int] = {}
+    for position in range(len(tokens) - 1, 0, -1):
+        length = 0
+        while length < min(_LONGEST, position) and (
+            tokens[position - length - 1] == tokens[-length - 1]
+        ):
+            length += 1
+        if length > found.get(tokens[position], 0):
+            found[tokens[position]] = length
+    return sorted(found, key=lambda token: -found[token])
+
+
+def print_candidates(kind: str, texts: Sequence[KnownText]) -> None:
+    """How many tokens of the answers each candidate foretells, in percent."""
+    ranks, total = Counter[int](), 0
+    for text in texts:
+        whole = text.prompt + text.answer
+        for end in range(len(text.prompt) + 1, len(whole)):
+            total += 1
+            candidates = rank_candidates(whole[:end])[:_CANDIDATES]
+            if whole[end] in candidates:
+                ranks[min(2, candidates.index(whole[end]))] += 1
+    print(f"| {kind} | {' | '.join(f'{100 * ranks[rank] / total:.1f}' for rank in range(3))} |")
 
 
 def main() -> None:
@@ -72,14 +112,23 @@ def main() -> None:
     parser.add_argument("ring", nargs="?", default="rtx4090:100:30", help="DEVICE:MBPS:MS one way")
     parser.add_argument("--model", default="qwen-7b")
     parser.add_argument("--streams", type=int, default=1)
+    parser.add_argument("--candidates", action="store_true")
     options = parser.parse_args()
+    kinds = load_texts()
+    if options.candidates:
+        for kind, texts in kinds.items():
+            print_candidates(kind, texts)
+        return
+    kinds["later chat"] = kinds.pop(_EARLIER) + kinds["chat"]
     print("| text | drafts | ms per token | times shorter | each text | right |")
     print("|---|---|---:|---:|---|---:|")
-    for kind, texts in load_texts().items():
+    for kind, texts in kinds.items():
         plain = build_scenario(options.ring, options.model, texts, options.streams)
         auto = replace(plain, num_speculative_tokens=AUTO_DRAFTS)
         without = simulate_scenario(plain)
-        for name, scenario in (("auto", auto), ("oracle", replace(auto, oracle_drafts=True))):
+        lookup = replace(auto, prefix_cache=False)
+        oracle = replace(lookup, oracle_drafts=True)
+        for name, scenario in (("auto", auto), ("lookup", lookup), ("oracle", oracle)):
             cells = format_row(kind, name, simulate_scenario(scenario), without)
             print(f"| {' | '.join(cells)} |", flush=True)
 

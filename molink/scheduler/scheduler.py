@@ -452,7 +452,7 @@ class Scheduler:
 
     def _free_resources(self, state: RequestState) -> None:
         self._swap.free_copy(state)
-        self._speculation.draft_queue.drop_request(state)
+        self._speculation.drop_request(state)
 
     def _count_stray(self, kind: str, seq: int, now: float) -> None:
         self._counts["strays"] += 1

@@ -62,7 +62,7 @@ class OracleLookup:
 
     def propose_drafts(self, tokens: Sequence[int], count: int) -> DraftProposal:
         """Propose the right prefix of prompt lookup's drafts."""
-        drafts, evidence = self._lookup.propose_drafts(tokens, count)
+        drafts, evidence, _ = self._lookup.propose_drafts(tokens, count)
         known = tuple(tokens)
         for text in self._texts:
             whole = text.prompt + text.answer

@@ -137,7 +137,7 @@ class RingTemplate:
             max_num_seqs=scenario.max_num_seqs,
             max_queue_len=_MAX_QUEUE_LEN,
             max_model_len=self._max_model_len,
-            prefix_cache=scenario.workload.has_shared_prefixes,
+            prefix_cache=scenario.prefix_cache or scenario.workload.has_shared_prefixes,
             profiles=self.profiles,
             num_stages=scenario.stages,
             row_bytes=self._row_bytes,

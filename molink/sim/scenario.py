@@ -38,10 +38,11 @@ class Scenario:
 
     With ``texts``, request ``i`` is the ``i``-th text, cyclically, and the workload must have their
     sizes. Without, prompts and answers have no content and there can't be drafts. ``oracle_drafts``
-    stops drafting before the first wrong draft. Each stage has ``swap_gb`` (GB) of host memory for
-    ``preemption_mode``; ``free_copies`` makes its copies instantaneous, as an upper bound. A
-    ``draft_model`` on the first stage's device takes the time of its shape and proposes the texts'
-    known drafts.
+    stops lookup before the first wrong draft. ``prefix_cache`` keeps KV of finished requests, and
+    their answers for drafts; it is on anyway if the workload's prompts share prefixes. Each stage
+    has ``swap_gb`` (GB) of host memory for ``preemption_mode``; ``free_copies`` makes its copies
+    instantaneous, as an upper bound. A ``draft_model`` on the first stage's device takes the time
+    of its shape and proposes the texts' known drafts.
 
     Raises:
         UsageError: a number is out of range, or a profile or policy is unknown.
@@ -70,6 +71,7 @@ class Scenario:
     num_speculative_tokens: int = 0
     lookahead_volumes: int = MAX_LOOKAHEAD
     oracle_drafts: bool = False
+    prefix_cache: bool = False
     draft_model: str = ""
     preemption_mode: PreemptionMode = "recompute"
     swap_gb: float = 32.0

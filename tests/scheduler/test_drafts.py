@@ -355,3 +355,33 @@ def test_several_tokens_without_drafts_fail_the_request() -> None:
     sampled = SamplerOutput(volume.seq, (SampledId(0, 11, 7), SampledId(0, 12, 8)))
     (emission,) = made.on_sampled(sampled, {}, 0.0)
     assert isinstance(emission.message, Rejected)
+
+
+# --- earlier answers ------------------------------------------------------------------------------
+
+
+class Silent:
+    """Drafts nothing."""
+
+    def propose_drafts(self, tokens: Sequence[int], count: int) -> DraftProposal:
+        return DraftProposal()
+
+
+@pytest.mark.parametrize(
+    ("salt", "prefix_cache", "drafts"),
+    [(b"", True, (61, 62)), (b"other", True, ()), (b"", False, ())],
+)
+def test_answers_of_the_same_cache_scope_are_drafted(
+    salt: bytes, prefix_cache: bool, drafts: tuple[int, ...]
+) -> None:
+    config = SchedulerConfig(64, 4, 1, num_speculative_tokens=3, prefix_cache=prefix_cache)
+    made = Scheduler(config, 1, create_draft_source=Silent)
+    submit(made, "a", answer=3)
+    for token in (60, 61, 62):
+        say(made, sent(made.next_batch(0.0)), token)
+    submit(made, "b", cache_salt=salt)
+    batch = made.next_batch(0.0)
+    assert batch is not None
+    say(made, batch.volumes[0].header, 60)
+    (rows,) = sent(made.next_batch(0.0)).slices
+    assert rows.drafts == drafts

@@ -5,10 +5,15 @@ from typing import NamedTuple, Protocol
 
 
 class DraftProposal(NamedTuple):
-    """Proposed tokens, and the ``evidence``: how many of the last tokens match."""
+    """Proposed tokens, and the ``evidence``: how many of the last tokens match.
+
+    Those of earlier answers come with the ``first_probability``, which is that of the first token;
+    0 if only the evidence tells.
+    """
 
     tokens: Sequence[int] = ()
     evidence: int = 1
+    first_probability: float = 0.0
 
 
 class DraftSource(Protocol):

@@ -4,6 +4,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 
 from molink.facts.drafts import MAX_DRAFTS, DraftTokens
+from molink.scheduler.speculation.answer_history import AnswerHistory
 from molink.scheduler.speculation.base import DraftProposal, DraftSource
 
 #: Prior of the expected and the actual rate of right drafts.
@@ -126,10 +127,10 @@ _TRUST_SMOOTHING = 0.15
 class RequestDrafter:
     """Drafts of a request, each with its probability given that the previous ones are right.
 
-    They come from ``source``, or by ``on_model_drafts`` from a draft model or a last stage that
-    predicts tokens. The probability combines the matching tokens or the model's word with the past
-    success of such drafts. ``trust`` is the probability of tokens that the last stage declares as
-    forced.
+    They come from ``source``, from ``history`` of answers in the same cache ``scope``, or by
+    ``on_model_drafts`` from a draft model or a last stage that predicts tokens. The probability
+    combines the matching tokens or the model's word with the past success of such drafts. ``trust``
+    is the probability of tokens that the last stage declares as forced.
     """
 
     __slots__ = (
@@ -137,9 +138,12 @@ class RequestDrafter:
         "_forced",
         "_forced_position",
         "_forced_until",
+        "_history",
+        "_history_record",
         "_model_drafts",
         "_proposal",
         "_record",
+        "_scope",
         "draft_yield",
         "model_drafts_position",
         "model_record",
@@ -152,10 +156,15 @@ class RequestDrafter:
         source: DraftSource,
         model_record: DraftRecord | None = None,
         draft_yield: DraftYield | None = None,
+        history: AnswerHistory | None = None,
+        history_record: DraftRecord | None = None,
+        scope: bytes = b"",
     ) -> None:
         self.source = source
         self.trust = 1.0
         self._record = DraftRecord()
+        self._history, self._scope = history, scope
+        self._history_record = history_record or DraftRecord()
         self.model_record = model_record or DraftRecord()
         self.draft_yield = draft_yield or DraftYield()
         #: The last proposal, and the position of its first token.
@@ -188,11 +197,10 @@ class RequestDrafter:
             self._proposal = DraftProposal(self._forced[:count])
             self._forced_until = self._first_position + len(self._forced)
         else:
-            self._proposal = found = self.source.propose_drafts(tokens, count)
-            if self.model_drafts_position == self._first_position and self._expected_tokens(
-                self._model_drafts
-            ) > self._expected_tokens(found):
-                self._proposal = self._model_drafts
+            found: list[DraftProposal | DraftTokens] = [*self._look_up(tokens, count)]
+            if self.model_drafts_position == self._first_position:
+                found.append(self._model_drafts)
+            self._proposal = max(found, key=self._expected_tokens)
         return self._proposal.tokens[:count]
 
     def remaining_drafts(
@@ -223,9 +231,15 @@ class RequestDrafter:
         return self._token_probability(self._proposal, position - self._first_position)
 
     def lookup_probability(self, tokens: Sequence[int]) -> float:
-        """The probability of the source's first draft; 0 if it has none."""
-        found = self.source.propose_drafts(tokens, 1)
-        return self._token_probability(found, 0) if found.tokens else 0.0
+        """The probability of the likeliest first draft of no model; 0 if there is none."""
+        return max(map(self._expected_tokens, self._look_up(tokens, 1)))
+
+    def _look_up(self, tokens: Sequence[int], count: int) -> list[DraftProposal]:
+        """What the source and the history propose."""
+        found = [self.source.propose_drafts(tokens, count)]
+        if self._history is not None:
+            found.append(self._history.propose_drafts(self._scope, tokens, count))
+        return found
 
     @property
     def is_proven(self) -> bool:
@@ -235,7 +249,8 @@ class RequestDrafter:
     @property
     def best_probability(self) -> float:
         """The maximum probability of a draft that is neither forced nor from a model."""
-        return self._record.scale_probability(CLASS_PRIORS[-1])
+        records = (self._record, self._history_record)[: 1 + (self._history is not None)]
+        return max(record.scale_probability(CLASS_PRIORS[-1]) for record in records)
 
     def on_verified(self, position: int, drafts: int, right: int) -> None:
         """Record that the first ``right`` of ``drafts`` from ``position`` on were right.
@@ -255,6 +270,7 @@ class RequestDrafter:
     def on_no_drafts(self) -> None:
         """Record a pass without drafts."""
         self._record.decay_record()
+        self._history_record.decay_record()
         self.model_record.decay_record()
 
     def on_issued(self, position: int, rows: int) -> None:
@@ -271,7 +287,9 @@ class RequestDrafter:
         return self._record_of(proposal).scale_probability(_prior_probability(proposal, index))
 
     def _record_of(self, proposal: DraftProposal | DraftTokens) -> DraftRecord:
-        return self.model_record if isinstance(proposal, DraftTokens) else self._record
+        if isinstance(proposal, DraftTokens):
+            return self.model_record
+        return self._history_record if proposal.first_probability else self._record
 
     def _expected_tokens(
         self, proposal: DraftProposal | DraftTokens, most: int = MAX_DRAFTS
@@ -292,4 +310,6 @@ def _prior_probability(proposal: DraftProposal | DraftTokens, index: int) -> flo
     """The probability of a proposed token before any correction."""
     if isinstance(proposal, DraftTokens):
         return proposal.probabilities[min(index, len(proposal.probabilities) - 1)]
+    if proposal.first_probability and not index:
+        return proposal.first_probability
     return CLASS_PRIORS[max(0, bisect_right(EVIDENCE_CLASSES, proposal.evidence + index) - 1)]

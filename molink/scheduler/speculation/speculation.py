@@ -23,6 +23,7 @@ from molink.facts.drafts import AUTO_DRAFTS, MAX_DRAFTS, DraftTokens
 from molink.facts.ring_times import LinkFacts, RingTimes
 from molink.scheduler.config import SchedulerConfig
 from molink.scheduler.request_state import RequestState
+from molink.scheduler.speculation.answer_history import AnswerHistory
 from molink.scheduler.speculation.base import DraftSource
 from molink.scheduler.speculation.draft_model_queue import (
     MARGIN,
@@ -70,6 +71,9 @@ class Speculation:
         fixed = 0 if self._auto else config.num_speculative_tokens
         model = config.draft_model if config.num_speculative_tokens else None
         self.draft_queue = DraftModelQueue(model, self._costs, fixed)
+        shares = config.prefix_cache and config.num_speculative_tokens
+        self._history = AnswerHistory() if shares else None
+        self._history_record = DraftRecord()
         self.num_drafted = 0
         self.num_accepted = 0
 
@@ -172,6 +176,14 @@ class Speculation:
         self.num_accepted += right
         self._drafter_of(state).on_verified(len(state.tokens), drafts, right)
 
+    def drop_request(self, state: RequestState) -> None:
+        """Drop an ended request; later ones may repeat its answer."""
+        self.draft_queue.drop_request(state)
+        if self._history is not None:
+            self._history.add_answer(
+                state.request.cache_scope, state.tokens, state.num_prompt_tokens
+            )
+
     def on_forced(self, state: RequestState, tokens: Sequence[int]) -> None:
         """Record that a grammar forces ``tokens`` after those of the request."""
         self._drafter_of(state).on_forced(len(state.tokens), tokens)
@@ -187,7 +199,14 @@ class Speculation:
         if state.drafter is None:
             record = DraftRecord(self.draft_queue.draft_record)
             draft_yield = DraftYield(self.draft_queue.draft_yield)
-            state.drafter = RequestDrafter(self._create_source(), record, draft_yield)
+            state.drafter = RequestDrafter(
+                self._create_source(),
+                record,
+                draft_yield,
+                self._history,
+                DraftRecord(self._history_record),
+                state.request.cache_scope,
+            )
         return state.drafter
 
     def _max_per_pass(self, load: RingLoad, rows_in_flight: Sequence[int]) -> int:

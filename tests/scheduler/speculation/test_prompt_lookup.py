@@ -20,9 +20,9 @@ def searched(tokens: Sequence[int], k: int, longest: int) -> tuple[Sequence[int]
 
 def test_the_latest_longest_match_is_continued() -> None:
     tokens = [1, 2, 3, 4, 9, 2, 3, 5, 7, 2, 3]
-    assert PromptLookup().propose_drafts(tokens, 2) == ([5, 7], 2)
-    assert PromptLookup().propose_drafts([*tokens, 4], 2) == ([9, 2], 3)
-    assert PromptLookup().propose_drafts([*tokens, 9], 2) == ([2, 3], 1)
+    assert PromptLookup().propose_drafts(tokens, 2)[:2] == ([5, 7], 2)
+    assert PromptLookup().propose_drafts([*tokens, 4], 2)[:2] == ([9, 2], 3)
+    assert PromptLookup().propose_drafts([*tokens, 9], 2)[:2] == ([2, 3], 1)
     assert not PromptLookup().propose_drafts([1, 2, 3], 2).tokens
     assert not PromptLookup().propose_drafts([1], 2).tokens
 
@@ -40,7 +40,7 @@ def test_drafts_always_continue_a_match(
     lookup = PromptLookup(longest)
     for end in range(min(begin, len(tokens)), len(tokens) + 1):
         text = tokens[:end]
-        assert lookup.propose_drafts(text, k) == searched(text, k, longest)
+        assert lookup.propose_drafts(text, k)[:2] == searched(text, k, longest)
 
 
 def test_long_prompts_are_indexed_incrementally() -> None:
