@@ -1,4 +1,4 @@
-"""What harms and what looks on: each part by itself."""
+"""Parts of the chaos tool: faults, network and observers, each alone."""
 
 import random
 import subprocess
@@ -125,7 +125,7 @@ def test_one_thread_hangs_while_another_goes_on() -> None:
     try:
         until(lambda: {"main", "other"} <= set(seen))
         with hang_thread(process.pid):
-            # What it had written before comes first.
+            # Output written before the freeze comes first.
             until(lambda: seen[-10:] == ["other"] * 10)
             seen.clear()
             until(lambda: seen.count("other") > 10)
@@ -141,7 +141,7 @@ def test_one_thread_hangs_while_another_goes_on() -> None:
         process.stdout.close()
 
 
-#: Says what it is told to an address, and prints what comes back.
+#: Sends its input to an address, and prints the replies.
 CLIENT = """
 import socket, sys
 s = socket.create_connection((HOST, PORT))
@@ -154,7 +154,7 @@ while word := sys.stdin.buffer.readline():
     sys.stdout.buffer.write(back or b"broken\\n")
     sys.stdout.buffer.flush()
 """
-#: Sends back what comes.
+#: Echoes its input.
 SERVER = """
 import socket, threading
 s = socket.create_server((HOST, PORT))
@@ -198,7 +198,7 @@ def test_a_network_that_is_cut_slowed_and_reset(tmp_path: Path) -> None:
         with ThreadPoolExecutor(1) as pool:
             network.cut("pc1")
             waiting = pool.submit(echo, clients[0])
-            # What is cut off is one PC; the others go on, and a PC can always reach itself.
+            # One PC is cut off; the others stay connected, and a PC can always reach itself.
             assert [echo(client) for client in clients[1:]] == [b"hello\n"] * 2
             assert not waiting.done()
             network.mend("pc1")

@@ -1,4 +1,4 @@
-"""The long forms: five minutes of all faults, and half an hour of comings and goings."""
+"""Long runs: five minutes of all faults, and half an hour of PCs that join and leave."""
 
 import argparse
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What is made of what was seen."""
+"""The report of a chaos run."""
 
 from tools.chaos import phases
 from tools.chaos.drill import Result, Verdict, list_troubles

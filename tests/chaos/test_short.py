@@ -1,4 +1,4 @@
-"""The short form: one fault of each important kind, each until all streams go on."""
+"""A short run: one fault of each important kind, each until all streams continue."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ KINDS = ["kill-coordinator", "kill-worker", "kill-other", "kill-leader"]
 
 async def test_streams_outlive_any_process_and_any_pc(tmp_path: Path) -> None:
     faults = [Fault(kind, 0.0) for kind in KINDS]
-    # Stages as fast as they can be leave little to what has to recover.
+    # At full speed the stages would leave little CPU time for recovery.
     paced = Swarm(tmp_path, 3, module="tests.support.slow_stages")
     for pc in paced.pcs:
         restore_measurements(Home(pc.home))

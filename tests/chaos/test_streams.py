@@ -1,4 +1,4 @@
-"""A load has to see every way in which an answer can go wrong."""
+"""A load detects every way in which an answer can be wrong."""
 
 import json
 from collections.abc import AsyncIterator
@@ -22,7 +22,7 @@ def event(content: dict[str, Any]) -> bytes:
 
 
 class Endpoint(Pc):
-    """A PC that is nothing but an endpoint, which does what ``script`` says, then always well."""
+    """A PC that is only an endpoint; it follows ``script``, then answers correctly."""
 
     def __init__(self, home: Path) -> None:
         super().__init__("pc1", home, ListenAddress("", "", 0, 0, 0, (0, 0)), [])

@@ -198,7 +198,7 @@ class Coordinator(Process):
     # --- administration --------------------------------------------------------------------------
 
     def change_log(self, log: MembershipLog) -> None:
-        """Store a changed log, tell everybody, and let go of those that are no members any more."""
+        """Store a changed log, announce it, and disconnect peers that are no longer members."""
         before, present = self.disk.log.branches, log.branches
         self.disk.put_log(log)
         self._send_state(*self._connections)

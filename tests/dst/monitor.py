@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tests.dst.world import World
 
 
-#: A rival that ended so many seconds before may not be known to have ended.
+#: For this many seconds after a rival has ended, peers may not know that it has.
 _ENDED_BEFORE = 5.0
 #: Two for each election of a seed, and what one lying branch may cause.
 _MAX_ROUNDS = 20 + 2 * FREE_ROUNDS

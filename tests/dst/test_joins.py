@@ -94,7 +94,7 @@ def test_pcs_that_join_two_parts_are_members_of_the_whole() -> None:
 def test_counting_the_other_parts_unknown_members_is_detected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Then each leader finds that it has more followers, and both go on raising their terms."""
+    """Then each leader counts more followers than it has, and both keep raising their terms."""
     count = LeaderElection._count_votes
 
     def count_all(self: LeaderElection, leader: str, now: float, *_: object) -> int:

@@ -1,4 +1,4 @@
-"""Swarms in virtual time, one per seed: whatever fails, every answer is complete and correct.
+"""Swarms in virtual time, one per seed: despite faults, every answer is complete and correct.
 
 Replay a failing seed with ``python -m tests.dst SEED``.
 """

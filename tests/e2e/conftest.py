@@ -1,4 +1,4 @@
-"""A demo that tests share, and what drives real processes."""
+"""A demo that tests share, and helpers for real processes."""
 
 import signal
 from collections.abc import Generator, Iterator
@@ -13,11 +13,11 @@ from tests.support.processes import Process, Tools, wait_for
 
 HERE = Path(__file__).parent
 
-# Whoever runs the tests in the background may have them ignore Ctrl-C; what they start would too.
+# Tests that run in the background may ignore Ctrl-C, and child processes would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-#: The demo that runs, once one does.
+#: The running demo, if any.
 _DEMO = pytest.StashKey[Process]()
 #: The files with tests that share it.
 _SHARING = pytest.StashKey[set[Path]]()

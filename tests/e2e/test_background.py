@@ -1,4 +1,4 @@
-"""A daemon in the background: it outlives its command, and comes back as it was."""
+"""A daemon in the background outlives its command, and restarts with the same settings."""
 
 import json
 import time

@@ -22,7 +22,7 @@ QUESTION = [{"role": "user", "content": "What is molink?"}]
 LONG = {"temperature": 0, "max_tokens": 200, "extra_body": {"ignore_eos": True}}
 
 
-#: Of which little has come when a worker is killed.
+#: Long enough that most of the answer is missing when a worker is killed.
 HELD = "([a-z]{4} ){100}"
 
 
@@ -69,7 +69,7 @@ def test_the_status_for_people(demo: Process, tools: type[Tools]) -> None:
 
 
 def test_top_without_a_terminal(demo: Process, tools: type[Tools]) -> None:
-    """On the PC with the coordinator, and on another one: the whole swarm at work."""
+    """On the coordinator's PC and on another one, it shows the whole swarm."""
     elsewhere = demo.home.root / "demo" / "peer-2"
     client = tools.client(demo.found().endpoints[0])
     over = threading.Event()
@@ -106,7 +106,7 @@ def test_top_without_a_terminal(demo: Process, tools: type[Tools]) -> None:
 
 
 def test_every_figure_is_described(demo: Process, tools: type[Tools]) -> None:
-    """And there is none but those, apart from what seldom happens."""
+    """Each metric has a description; each description has a metric, except those of rare events."""
     text_of(tools.client(demo.found().endpoints[1]), max_tokens=3)
     helps: dict[str, str] = {}
     for endpoint in demo.found().endpoints:
@@ -117,7 +117,7 @@ def test_every_figure_is_described(demo: Process, tools: type[Tools]) -> None:
                     helps[name.removesuffix("_total")] = text
     assert [name for name, text in helps.items() if text == UNDESCRIBED] == []
     own = {name for name in helps if name.startswith("endpoint_") or name == "build_info"}
-    # The queues are those of a policy that isn't the default.
+    # Queue metrics belong to a policy that isn't the default.
     seldom = {name for name in HELP if name.startswith(("daemon_requests_", "scheduler_queue_"))}
     assert helps.keys() - own - seldom == HELP.keys() - seldom
 
@@ -140,12 +140,12 @@ def test_ask_with_smaller_weights(tools: type[Tools], tmp_path: Path) -> None:
     assert "molink" in done.stdout
     assert "http" not in done.stdout
     assert "Starting" in done.stderr
-    # What its two stages have measured is there for the next demo.
+    # The measurements of its two stages stay for the next demo.
     kept = Home(tmp_path).demo_home(1)
     assert kept.device.exists()
     assert kept.kernel_checks.exists()
     assert len(list(kept.profiles.glob("*.json"))) == 2
-    # The peers' copies of the model are not.
+    # The peers' copies of the model do not.
     assert len(kept.demo_peers()) == 2
     assert not any(peer.models.exists() for peer in kept.demo_peers())
 
@@ -192,7 +192,7 @@ def test_a_repeated_prompt_is_found_in_the_prefix_cache(demo: Process, tools: ty
     *_, last = stream
     assert first.usage.prompt_tokens > 200
     assert first.usage.prompt_tokens_details.cached_tokens < 200
-    # All but the last token, which has to be computed.
+    # All but the last token, which must be computed.
     for usage in (again.usage, last.usage):
         assert usage.prompt_tokens_details.cached_tokens == usage.prompt_tokens - 1
     assert again.choices[0].message.content == first.choices[0].message.content

@@ -1,4 +1,4 @@
-"""What the containers of ``deploy`` run, as plain processes, and what probes ask them."""
+"""The commands of the containers in ``deploy``, as plain processes, with the manifests' probes."""
 
 import os
 import re
@@ -18,7 +18,7 @@ README = (manifests.ROOT / "deploy" / "README.md").read_text(encoding="utf-8")
 
 
 class Pod:
-    """A pod's container without a container: on loopback, on any ports."""
+    """A pod's process without a container: on loopback, on any free ports."""
 
     def __init__(
         self, workload: Manifest, folder: Path, secrets: dict[str, str], tools: type[Tools]
@@ -74,7 +74,7 @@ def test_a_swarm_of_what_the_manifests_run(tools: type[Tools], tmp_path: Path) -
         wait_for(lambda: coordinator.answers("startup"), coordinator.process)
         assert coordinator.answers("liveness")
         assert not coordinator.answers("readiness"), "nobody holds layers yet"
-        # The secret is made by the command that the README has.
+        # The README's command creates the secret.
         told = re.search(r"exec molink-coordinator-0 -- (molink invite [^)]*)\)", README)
         assert told is not None
         made = coordinator.run(*told[1].split())
@@ -84,7 +84,7 @@ def test_a_swarm_of_what_the_manifests_run(tools: type[Tools], tmp_path: Path) -
         wait_for(lambda: peer.answers("startup"), peer.process)
         for pod in pods:
             wait_for(lambda pod=pod: pod.answers("readiness"), pod.process)
-        # Before it ends it tries to give its layers away; nobody is there to take them.
+        # Before it ends it tries to drain; no other PC can take its layers.
         hook = container(peer.workload)["lifecycle"]["preStop"]["exec"]["command"]
         drained = peer.run(*[*hook[:3], "1"])
         assert (drained.returncode, "still holds layers" in drained.stderr) == (6, True)
@@ -92,7 +92,7 @@ def test_a_swarm_of_what_the_manifests_run(tools: type[Tools], tmp_path: Path) -
         peer.process.stop()
         assert peer.process.process.returncode in (0, 130), os.linesep + peer.process.output
         wait_for(lambda: not coordinator.answers("readiness"), coordinator.process)
-        # It comes back as the same peer, by what its volume holds.
+        # With the same volume it restarts as the same peer.
         again = start("molink-peer")
         wait_for(lambda: coordinator.answers("readiness"), again.process)
         assert len(coordinator.process.status()["peers"]) == 2

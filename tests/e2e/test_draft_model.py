@@ -36,7 +36,7 @@ def test_the_bundled_model_drafts_for_itself(tmp_path: Path, tools: type[Tools])
                 max_tokens=48,
             )
         assert answer.choices[0].message.content
-        # A worker reports what it has counted a little later.
+        # A worker reports its counters a little later.
         for name in ("draft_tokens", "draft_tokens_accepted"):
             counted = f"molink_scheduler_{name}_total"
             tools.wait_for(lambda at=counted: tools.metrics(endpoint)[at] > 10, process)

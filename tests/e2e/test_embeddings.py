@@ -42,7 +42,7 @@ def test_two_peers(tmp_path: Path, tools: type[Tools], make_model: MakeModel) ->
             torch.testing.assert_close(embed(client, model), expected, atol=1e-5, rtol=0)
             with pytest.raises(openai.BadRequestError, match="is an embedding model"):
                 client.completions.create(model=model, prompt="x")
-            # A lost worker costs time, nothing else.
+            # A lost worker only costs time.
             workers = [worker["pid"] for peer in status["peers"] for worker in peer["workers"]]
             os.kill(workers[-1], signal.SIGTERM)
             found = embed(client, model, encoding_format="float", timeout=120)

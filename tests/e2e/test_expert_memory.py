@@ -1,4 +1,4 @@
-"""A mixture of four times a stage's memory, whose experts lie in host memory."""
+"""A mixture four times as large as a stage's memory, with most experts in host memory."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Models whose files name or stack tensors in ways of their own, on PCs that have none of them."""
+"""Models with unusual tensor names and stacks, on PCs that fetch their layers from another."""
 
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor

@@ -1,6 +1,6 @@
 """Real processes with little memory: one client floods them, hangs up on half, another is served.
 
-Prompts of the flood are all the same and long. Host memory is too small for those that give way.
+Prompts of the flood are all the same and long. Host memory is too small for the preempted requests.
 """
 
 import asyncio
@@ -91,7 +91,7 @@ async def ask(port: int, who: str, prompt: str, tokens: int) -> tuple[int, str]:
 
 
 async def quiet(port: int) -> Sequence[tuple[int, str]]:
-    """Answers to one question after the other."""
+    """Answers of the quiet client, one question after the other."""
     return [await ask(port, "quiet", f"{number} is", 24) for number in range(QUESTIONS)]
 
 

@@ -1,4 +1,4 @@
-"""A GGUF file as people bring it: served by PCs that have nothing of it, from its own template."""
+"""A GGUF file with its own chat template, served by PCs that fetch their layers from another."""
 
 import threading
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A hub, or a mirror, that lies: `molink pull` changes no file outside of the hub's cache."""
+"""A hub or mirror that lies: `molink pull` changes no file outside the hub's cache."""
 
 import subprocess
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""A hostile PC that the swarm has admitted, against all that its members may say to each other.
+"""A hostile PC that the swarm has admitted, against every message that members exchange.
 
 ``tests.support.hostile_member`` speaks for it; all others are real processes.
 """
@@ -66,9 +66,9 @@ SPREAD_S = 2.0
 POLL_S = 0.12
 #: Seconds after which another PC has taken over, even if a hostile one lies.
 TAKEOVER_S = 20.0
-#: Rounds by which all that one branch says may raise a term.
+#: Rounds by which one branch may raise a term.
 MAX_ROUNDS = 64
-#: One more a minute: for the minutes that these tests take.
+#: The branch may raise it once more per minute; these tests take so many minutes.
 MINUTES = 5
 #: Clears the screen, sets the window's title, and moves the cursor.
 ESCAPES = "\x1b[2J\x1b]0;gone\x07\x1b[1A"
@@ -104,7 +104,7 @@ class HonestPCs:
             self.first.wait_ready()
 
     def add(self, name: str) -> None:
-        """Another PC joins, that offers no layers."""
+        """Let another PC join that offers no layers."""
         self._start(name, "join", self.invite(), "--stage", "none")
         home = self.running[name].home
         self._tools.wait_for(home.replica.exists, self.running[name])
@@ -122,14 +122,14 @@ class HonestPCs:
         local_daemon.revoke_peer(self.first.home, self.peers[name])
         assert process.process.wait(30) == PeerBanned.exit_code, process.output
         process.stop()
-        # The coordinator has a new socket since: what was on its way to the old one is lost.
+        # The coordinator has a new socket now: messages to the old one are lost.
         unrevoke = partial(local_daemon.unrevoke_peer, self.first.home, self.peers[name])
         self._tools.wait_for(lambda: unrevoke() is None, self.first)
         self._start(name, "join", "--stage", "none")
         self._tools.wait_for(partial(self._is_led_by, name, self.peers["first"]), self.first)
 
     def kill(self, name: str) -> None:
-        """End a PC as if its power had gone."""
+        """Kill a PC as a power failure would."""
         process = self.running.pop(name)
         for one in reversed(process.family()):
             one.kill()
@@ -169,13 +169,13 @@ class HonestPCs:
         return self.running[name].status()
 
     def members(self, name: str = "first") -> dict[str, str]:
-        """Names of all members by id, as a PC has them."""
+        """Names of all members by id, by the status of a PC."""
         found = {peer["id"]: peer["name"] for peer in self.status(name)["peers"]}
         assert all(one.isprintable() for one in found.values())
         return found
 
     def leader(self, name: str = "first") -> Leader | None:
-        """The leader, as a PC has it; ``None`` while that PC hears none."""
+        """The leader by the status of a PC; ``None`` while that PC hears none."""
         status = self.status(name)
         if status["coordinator"]["state"] != "running":
             return None
@@ -186,7 +186,7 @@ class HonestPCs:
         return round_of(self.status()["term"])
 
     def check_answer(self) -> None:
-        """Passes if the founder's endpoint answers."""
+        """Check that the founder's endpoint answers."""
         client = self._tools.client(self.first.found().endpoints[0])
         if not self._serves:
             client.models.list()
@@ -200,7 +200,7 @@ class HonestPCs:
         assert reply.choices[0].message.content
 
     def stays_led(self, by: Leader, seconds: float) -> None:
-        """Passes if for ``seconds`` every PC is led by this one, and the endpoint answers."""
+        """Check that for ``seconds`` this leader leads every PC, and that the endpoint answers."""
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             for name in self.running:
@@ -214,7 +214,7 @@ class HonestPCs:
         assert online >= set(self.peers.values())
 
     def wait_led_by(self, name: str, timeout: float) -> None:
-        """Wait until all that run are led by the PC of that name."""
+        """Wait until the PC of that name leads all running PCs."""
         for one, process in self.running.items():
             self._tools.wait_for(partial(self._is_led_by, one, self.peers[name]), process, timeout)
 
@@ -231,20 +231,20 @@ class HonestPCs:
         self._tools.wait_for(is_banned, self.first, 15.0)
 
     def told(self, name: str) -> str:
-        """What a daemon's log says of elections."""
+        """Lines about elections in a daemon's log."""
         logs = sorted(self.running[name].home.logs.glob("*.log"))
         lines = [line for log in logs for line in log.read_text(errors="replace").splitlines()]
         return "\n".join(line for line in lines if ".election." in line)
 
     @property
     def record(self) -> MembershipRecord:
-        """The swarm, and where its coordinator is, as a PC that runs has stored it."""
+        """The membership that a running PC has stored."""
         record = read_membership(next(iter(self.running.values())).home.membership)
         assert record is not None
         return record
 
     def doors(self) -> dict[str, tuple[str, tuple[str, ...]]]:
-        """All control sockets: their keys and addresses."""
+        """Keys and addresses of all control sockets."""
         record = self.record
         doors = {COORDINATOR: (record.coordinator_key, record.endpoints)}
         for name, process in self.running.items():
@@ -254,7 +254,7 @@ class HonestPCs:
         return doors
 
     def lets_in(self, keys: KeyPair) -> list[str]:
-        """Sockets that let the holder of ``keys`` in."""
+        """Sockets to which the holder of ``keys`` can connect."""
         return [
             name
             for name, (key, addresses) in self.doors().items()
@@ -262,7 +262,7 @@ class HonestPCs:
         ]
 
     def serves(self, keys: KeyPair) -> list[str]:
-        """Sockets that answer what a member may ask, asked by the holder of ``keys``.
+        """Sockets that answer a member's question when the holder of ``keys`` asks it.
 
         A revoked PC is let in by the coordinator, to be told so.
         """
@@ -287,7 +287,7 @@ class HonestPCs:
 def swarm(
     tmp_path_factory: pytest.TempPathFactory, tools: type[Tools], request: pytest.FixtureRequest
 ) -> Iterator[HonestPCs]:
-    """One honest PC beside the hostile one, which serves a model; or two that don't."""
+    """One honest PC that serves a model, or two that don't, besides the hostile one."""
     pair = request.param == "pair"
     swarm = HonestPCs(tmp_path_factory.mktemp("swarm"), tools)
     try:
@@ -301,7 +301,7 @@ def swarm(
 
 @pytest.fixture
 def doomed(tmp_path: Path, tools: type[Tools]) -> Iterator[HonestPCs]:
-    """A swarm whose founder will die; others have still to join."""
+    """A swarm whose founder will be killed; others have yet to join."""
     swarm = HonestPCs(tmp_path, tools)
     try:
         swarm.found()
@@ -314,7 +314,7 @@ def doomed(tmp_path: Path, tools: type[Tools]) -> Iterator[HonestPCs]:
 
 
 def planted_info(keys: KeyPair) -> PeerInfo:
-    """A PC that nobody has admitted, as a coordinator would announce it."""
+    """The announcement of a PC that no member has admitted."""
     return PeerInfo(
         peer=derive_peer_id(keys.public),
         name=f"{ESCAPES}nobody",
@@ -325,7 +325,7 @@ def planted_info(keys: KeyPair) -> PeerInfo:
 
 
 def admit(bad: HostileMember, keys: KeyPair) -> AdmissionEntry:
-    """What a member signs to admit the holder of other keys."""
+    """A member's signed admission of the holder of other keys."""
     return AdmissionEntry(bad.keys.signer.verify_key, keys.signer.verify_key, "again", 1.0)
 
 
@@ -339,9 +339,9 @@ class Forger:
         #: The founder's id, and the key that it signs with.
         self.founder, self.owner_key = founder, held.log.members[founder].verify_key
         self.planted = [KeyPair.generate() for _ in range(5)]
-        #: The keys of invitations of nobody.
+        #: Keys of invitations that no member has made.
         self.guest = KeyPair.generate()
-        #: Whom it may admit, as any member may.
+        #: A PC that it may admit, as any member may.
         self.friend = KeyPair.generate()
 
     @property
@@ -350,7 +350,7 @@ class Forger:
         return [*self.planted, self.guest]
 
     def forgeries(self) -> list[tuple[SignedEntry, ...]]:
-        """Sets of entries, each of which is invalid or says nothing that counts."""
+        """Sets of entries, each invalid or without effect."""
         return [
             self.usurpations(),
             *((one,) for one in self.false_signatures()),
@@ -358,11 +358,11 @@ class Forger:
         ]
 
     def admission(self) -> SignedEntry:
-        """What it may say: it admits its friend."""
+        """A valid entry: it admits its friend."""
         return forge_entry(self.swarm, admit(self.bad, self.friend), self.bad.keys)
 
     def usurpations(self) -> tuple[SignedEntry, ...]:
-        """What only others may say, signed by itself; and what nobodies say about each other."""
+        """Entries that only others may sign, signed by it or by keys that are no members'."""
         bad, guest = self.bad.keys, self.guest.signer.verify_key
         mine = bad.signer.verify_key
         first, *others = self.planted
@@ -381,12 +381,12 @@ class Forger:
         return tuple(forge_entry(self.swarm, entry, by) for entry, by in entries)
 
     def entries_of_others(self) -> list[str]:
-        """Hashes of all entries but the one by which it has joined."""
+        """Hashes of all entries but its own join."""
         own = self.log.members[self.bad.peer].admission
         return [one.hash for one in self.log.entries if one.hash != own]
 
     def false_signatures(self) -> tuple[SignedEntry, ...]:
-        """What the founder has never said."""
+        """Entries that claim to be the founder's, with false signatures."""
         key, bad = self.owner_key, self.bad
         entries: list[Statement] = [
             OwnershipEntry(key, bad.peer),
@@ -401,7 +401,7 @@ class Forger:
         return tuple(forge_entry(self.swarm, one, bad.keys) for one in entries)
 
     def founding(self) -> tuple[SignedEntry, ...]:
-        """Another beginning, with itself as the founder."""
+        """Another founding entry, with itself as the founder."""
         founder = Founder(self.bad.keys.signer.verify_key, ESCAPES)
         return (SignedEntry(msgspec.msgpack.encode(FoundingEntry(bytes(16), (founder,))), b""),)
 
@@ -423,7 +423,7 @@ def test_a_forged_state_plants_nobody(swarm: HonestPCs) -> None:
         for entry in itertools.chain.from_iterable(forger.forgeries()):
             with contextlib.suppress(MolinkError):
                 bad.ask(AppendEntries(ref=0, entries=(entry,)), 1.0)
-        # What it may say is believed, so they have listened.
+        # Its valid entry is accepted, which shows that the PCs read the log.
         bad.offer(forger.replica((term, revision + 2), (forger.admission(),)))
         swarm.wait_served(forger.friend)
         admitted = {*before, derive_peer_id(forger.friend.public)}
@@ -454,7 +454,7 @@ def test_a_living_leader_stays(swarm: HonestPCs) -> None:
         bad.keep_telling(honest, lambda: bad.claims(claimed()))
         if len(swarm.running) == 1:
             swarm.stays_led(leader, ALONE_S)
-        # Others follow it, whom it has invited.
+        # The PCs that it has invited follow it.
         token = bad.invite(3)
         for one in [stack.enter_context(swarm.admit(token)) for _ in range(3)]:
             one.keep_telling(honest, partial(followed, one))
@@ -473,7 +473,7 @@ def test_one_member_burns_no_terms(swarm: HonestPCs) -> None:
         rounds = itertools.count(MAX_ROUNDS)
 
         def climb() -> LeaderView:
-            """As far ahead as is plausible, from wherever the leader is."""
+            """The highest plausible term above the leader's."""
             return bad.lost(next_term(bad.term + (ahead << 16), bad.peer))
 
         def soar() -> LeaderView:
@@ -494,7 +494,7 @@ def test_one_member_burns_no_terms(swarm: HonestPCs) -> None:
 
 
 def revoke(swarm: HonestPCs, bad: HostileMember) -> None:
-    """The founder revokes it, and all get to know."""
+    """Have the founder revoke it, and wait until all PCs know."""
     local_daemon.revoke_peer(swarm.first.home, bad.peer)
     time.sleep(SPREAD_S)
 
@@ -509,7 +509,7 @@ def test_a_revocation_ends_all_that_came_by_the_revoked(swarm: HonestPCs) -> Non
         late = friend.invite()
         swarm.wait_served(grandchild.keys)
         revoke(swarm, bad)
-        # Another member admits it again, and passes on what the revoked one has signed.
+        # Another member admits it again, and forwards entries that the revoked one has signed.
         helper = stack.enter_context(swarm.admit())
         held, stranger = helper.replica, KeyPair.generate()
         assert held is not None
@@ -542,18 +542,18 @@ def test_a_lie_about_the_dead_leader_stops_no_election(doomed: HonestPCs) -> Non
         friend, other, king = (stack.enter_context(doomed.admit(token)) for _ in range(3))
         revoke(doomed, out)
         dead, second = doomed.peers["first"], doomed.peers["second"]
-        # They hear the dead leader, with and without its last lease, or each other.
+        # They claim to hear the dead leader, with and without its last lease, or each other.
         bad.keep_telling([second], lambda: bad.follows(dead, bad.term, bad.lease))
         friend.keep_telling([second], lambda: friend.follows(dead, bad.term, None))
         other.keep_telling(
             [second], lambda: other.follows(bad.peer, bad.term, bad.issue_lease(bad.term))
         )
-        # Or lead where nobody listens.
+        # Or they claim to lead at an address where nothing listens.
         king.answer = lambda: king.claims(next_term(bad.term, king.peer))
         doomed.kill("first")
         king.keep_telling([second], king.answer)
         doomed.wait_led_by("second", TAKEOVER_S)
-        # Who was revoked before stays out.
+        # PCs that were revoked before stay out.
         held = out.replica
         assert held is not None
         assert [one["id"] for one in doomed.status("second")["revoked"]] == [out.peer]
@@ -567,7 +567,7 @@ def test_a_lie_about_the_dead_leader_stops_no_election(doomed: HonestPCs) -> Non
 
 
 def said_by_a_leader(forger: Forger, term: int) -> Iterator[tuple[ControlMessage, bytes | None]]:
-    """All that a leader may say to change who belongs to the swarm, with payloads.
+    """Every message by which a leader may change the membership, with payloads.
 
     Among it a state in which nobody was ever revoked, revocations that were ended, and that its
     friend joins, which it may say.
@@ -617,7 +617,7 @@ def test_a_hostile_leader_changes_no_membership(doomed: HonestPCs) -> None:
         assert "second" in doomed.serves(forger.friend)
         for keys in (*forger.outsiders, out.keys):
             assert "second" not in doomed.serves(keys)
-        # Once it is silent the other one leads, and knows what it knew.
+        # Once it is silent the other one leads, with the log from before.
         bad.silence()
         fake.close()
         doomed.wait_led_by("second", TAKEOVER_S)

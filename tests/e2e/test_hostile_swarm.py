@@ -1,4 +1,4 @@
-"""A hostile PC against every socket of a running swarm, while others are answered.
+"""A hostile PC against every socket of a running swarm, while other clients get answers.
 
 It is a stranger, the holder of a token, or a member with keys of its own that nothing but this test
 speaks for. What libzmq would never send, ``tests.support.curve`` does.
@@ -36,7 +36,7 @@ from tests.support.curve import COMMAND, GREETING, MORE, RawClient, Refused, fra
 from tests.support.processes import Process, Tools
 
 MB = 1 << 20
-#: What an attack may cost a process, in bytes.
+#: Maximum memory that an attack may cost a process, in bytes.
 BOUND = 50 * MB
 #: Seconds of attack on one port by one kind of sender, in the short form and in the long one.
 SHORT_S, LONG_S = 0.3, 15.0
@@ -58,7 +58,7 @@ class Target:
 
 
 class Swarm:
-    """A demo, seen from outside: its sockets, its processes, and the answers that it gives."""
+    """A demo seen from outside: its sockets, processes and answers."""
 
     def __init__(self, demo: Process, tools: type[Tools]) -> None:
         self.demo, self.tools = demo, tools
@@ -105,12 +105,12 @@ class Swarm:
         return "\n".join(f"{path.name}:\n{end}" for path, end in zip(found, ends, strict=True))
 
     def fits(self) -> None:
-        """Passes if every process is there and has not grown beyond its bound."""
+        """Check that every process runs and uses at most its memory bound."""
         grown = {name: rss - self._rss[name] for name, rss in self.rss().items()}
         assert max(grown.values()) < BOUND, grown
 
     def settle(self) -> None:
-        """What was there before the attack counts from now on."""
+        """Measure the memory before the attack."""
         self._rss = self.rss()
 
     def text(self, endpoint: str) -> str:
@@ -126,7 +126,7 @@ class Swarm:
         return "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
 
     def invite(self) -> JoinToken:
-        """A token, as a person would get it."""
+        """A token by ``molink invite``."""
         done = self.tools.run_molink(self.demo.home.root, "invite")
         assert done.returncode == 0, done.stderr
         return JoinToken.parse(done.stdout.strip(), time.time())
@@ -144,7 +144,7 @@ def swarm(demo: Process, tools: type[Tools]) -> Swarm:
 
 
 class Attacker:
-    """Does one thing after the other to one socket until its time is over."""
+    """Runs one attack after the other on one socket until its time is over."""
 
     def __init__(self, target: Target, keys: KeyPair, seed: int) -> None:
         self._target, self._keys = target, keys
@@ -170,7 +170,7 @@ class Attacker:
             for attack in itertools.cycle(attacks):
                 if self._ended:
                     return
-                # A door that is shut is as good.
+                # A refused connection is fine, too.
                 with suppress(Refused, OSError):
                     attack()
                 self.done += 1
@@ -193,7 +193,7 @@ class Attacker:
             self._open.popleft().close()
 
     def half_a_handshake(self) -> None:
-        """Left open: it is the server's to close."""
+        """The connection stays open: the server must close it."""
         wire = self.dial()
         steps = [wire.greet, wire.hello, wire.initiate]
         for step in steps[: self._random.randint(0, 3)]:
@@ -223,7 +223,7 @@ class Attacker:
         many = max(1, 200_000 // (len(part) + 40))
         going = True
         while going and not self._ended:
-            # Sealed again each time: a nonce is good for once.
+            # Encrypted again each time: a nonce is valid once.
             going = wire.send(b"".join(wire.part(part, MORE) for _ in range(many)))
 
     def ping_and_reset(self) -> None:
@@ -241,7 +241,7 @@ class Attacker:
         wire.send(b"\x02" + struct.pack(">Q", 1 << 40))
 
     def schema(self) -> None:
-        """Msgpack that is no message, or one of another plane, or is lean with odd numbers."""
+        """Msgpack that is no message, one of another plane, or a lean one with odd numbers."""
         wire = self.dial().handshake()
         for body in (
             {"type": "status"},

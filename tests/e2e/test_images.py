@@ -25,7 +25,7 @@ QUESTION, SECOND = "What do you see here?", "And here?"
 
 
 def _reference_text(folder: Path, pictures: list[Any], count: int, eos: int | None) -> str:
-    """What transformers answers to two pictures, each before its question."""
+    """The answer of transformers to two images, each followed by its question."""
     text = f"<|im_start|>user\n@{QUESTION}@{SECOND}<|im_end|>\n<|im_start|>assistant\n"
     prompt = SeenPrompt.from_text(folder, text, pictures)
     tokens = answer_reference(folder, prompt, count, eos)

@@ -1,4 +1,4 @@
-"""A PC joins while streams run: they go on, word for word."""
+"""A PC joins while streams run: they continue with the same text."""
 
 import threading
 import time
@@ -15,16 +15,16 @@ from molink.swarm.membership.versions import own_version
 from tests.support.processes import Process, Tools
 
 STREAMS = 3
-#: Tokens of a stream; times between two, of all streams, that are waited for.
+#: Tokens of a stream; intervals between tokens, over all streams, to wait for.
 TOKENS, AGAIN = 60, 60
-#: Stages that compute as fast as they can leave little to the PC that joins.
+#: At full speed the stages would leave little CPU time to the PC that joins.
 PACED = "tests.support.slow_stages"
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 class Load:
-    """Streams of one prompt, one after the other, until told to stop."""
+    """Streams of one prompt, one after the other, until stopped."""
 
     def __init__(self, process: Process, tools: type[Tools]) -> None:
         self._client = tools.client(process.found().endpoints[0])
@@ -68,7 +68,7 @@ class Load:
 
 
 def workers(daemon: int) -> list[psutil.Process]:
-    """The worker processes of a daemon, spare ones too."""
+    """The worker processes of a daemon, standby workers included."""
     children = psutil.Process(daemon).children(recursive=True)
     return [one for one in children if "molinkd.worker" in _command(one)]
 
@@ -81,7 +81,7 @@ def _command(process: psutil.Process) -> list[str]:
 
 
 def stages(process: Process) -> int:
-    """Stages of the pipeline that is ready; 0 if none is."""
+    """Number of stages of the ready pipeline; 0 without one."""
     (pipeline,) = process.status()["pipelines"]
     return len(pipeline["stages"]) if pipeline["ready"] else 0
 
@@ -113,7 +113,7 @@ class Duo:
         return process
 
     def again(self, module: str) -> Process:
-        """The PC that joined, started again with another molink."""
+        """Restart the PC that joined, with another version of molink."""
         arguments = ["join", *self._tools.local_options()]
         process = self._tools.Process(self.root / "two", arguments, module)
         self.started.append(process)
@@ -143,7 +143,7 @@ def test_a_pc_is_updated_under_load(duo: Duo, tools: type[Tools]) -> None:
     assert tools.run_molink(duo.root / "two", "drain").returncode == 0
     assert tools.run_molink(duo.root / "two", "down").returncode == 0
     assert old.process.wait(30) == 0, old.output
-    # Another version that speaks alike is in the ring with this one.
+    # Another version with the same protocol joins the ring.
     new = duo.again("tests.support.newer_version")
     tools.wait_for(lambda: stages(duo.up) == 2 or load.errors, duo.up)
     versions = [one["version"] for one in duo.up.status()["peers"]]
@@ -151,7 +151,7 @@ def test_a_pc_is_updated_under_load(duo: Duo, tools: type[Tools]) -> None:
     assert "9.9.9" in tools.run_molink(duo.root / "up", "status").stdout
     assert tools.run_molink(duo.root / "two", "drain").returncode == 0
     new.stop()
-    # One that speaks otherwise is told so, and disturbs nobody.
+    # One with another protocol is refused and disturbs nobody.
     other = duo.again("tests.support.newer_protocol")
     both = (str(own_version()), "molink 99.0 (protocol 99)")
     tools.wait_for(lambda: all(one in other.output for one in both), other)
@@ -171,13 +171,13 @@ def test_streams_go_on_while_a_pc_joins(duo: Duo, tools: type[Tools]) -> None:
     tools.wait_for(lambda: stages(duo.up) == 2 or load.errors, duo.up)
     moved = len(load.pauses)
     tools.wait_for(lambda: len(load.pauses) > moved + AGAIN or load.errors, duo.up)
-    # It gives its layers away again; then nobody is left who could take those of the first.
+    # It is drained again; then no other PC could take the first one's layers.
     drained = tools.run_molink(duo.root / "two", "drain")
     assert drained.returncode == 0, drained.stderr
     assert stages(duo.up) == 1
     (second,) = [one for one in duo.up.status()["peers"] if one["name"] == "second"]
     assert second["paused"] == DRAINED_REASON
-    # Its memory is free: no worker is there any more, nor a spare one.
+    # Its memory is free: neither a worker nor a standby worker is left.
     tools.wait_for(lambda: not workers(second["daemon_pid"]), duo.up)
     alone = tools.run_molink(duo.root / "up", "drain")
     assert alone.returncode == Unavailable.exit_code, alone.stdout
@@ -190,7 +190,7 @@ def test_streams_go_on_while_a_pc_joins(duo: Duo, tools: type[Tools]) -> None:
     print(f"longest pause {max(load.pauses):.2f} s")
 
 
-# what it is told, and that it is left out: tests/swarm/controller/test_reconciler.py
+# its messages and its exclusion: tests/swarm/controller/test_reconciler.py
 @pytest.mark.slow
 def test_a_joiner_that_others_cannot_dial_disturbs_nobody(duo: Duo, tools: type[Tools]) -> None:
     load = duo.begin()

@@ -1,4 +1,4 @@
-"""PCs that have nothing but a token: separate homes, no shared path."""
+"""PCs that join by a token: separate homes, no shared path."""
 
 import json
 import signal
@@ -116,7 +116,7 @@ def test_only_what_is_needed_travels(trio: Trio, tools: type[Tools], model: Path
     (guest,) = (trio.root / "guest" / "models").iterdir()
     assert not list(guest.glob("*.safetensors"))
     assert json.loads((guest / "config.json").read_text(encoding="utf-8"))
-    # The model's folder is no place that the joiners know.
+    # The joiners do not read the model's folder.
     for home in ("worker", "guest"):
         for path in (trio.root / home).rglob("*.json"):
             assert str(model) not in path.read_text(encoding="utf-8")
@@ -166,7 +166,7 @@ def _expires(tools: type[Tools], home: Path, token: str) -> bool:
 
 
 def test_a_token_of_another_swarm(trio: Trio, tools: type[Tools], tmp_path: Path) -> None:
-    """Its address leads to a coordinator that holds another key."""
+    """The coordinator at its address has another key."""
     import msgspec
 
     from molink.wire.sockets.key_pair import KeyPair
@@ -208,7 +208,7 @@ def test_leaving(trio: Trio, tools: type[Tools], tmp_path: Path) -> None:
 
 
 def test_revoking(trio: Trio, tools: type[Tools], tmp_path: Path) -> None:
-    """It has a member's name, and another one had it before."""
+    """It shares its host name with another member, which joined before."""
     home, first = tmp_path / "guest", trio.root / "up"
     token = tools.run_molink(first, "invite").stdout.strip()
     options = ["--name", "second", *tools.local_options("--stage", "none")]
@@ -230,7 +230,7 @@ def test_revoking(trio: Trio, tools: type[Tools], tmp_path: Path) -> None:
         assert sorted(_names(trio)) == ["first", "second", "third"]
         done = tools.run_molink(first, "revoke", "second-3", "--yes")
         assert "no other member second-3" in done.stderr
-        # It is told so, ends, and gets in neither by its own key nor by a new one.
+        # It is notified, exits, and can join neither with its own key nor with a new one.
         assert guest.process.wait(30) == 9, guest.output
         assert "was removed from swarm" in guest.output
         done = tools.run_molink(tmp_path / "new", "join", token, *options)
@@ -272,7 +272,7 @@ def test_dissolving(tools: type[Tools], tmp_path: Path) -> None:
         assert guest.process.wait(30) == 9, guest.output
         assert "was removed from swarm" in guest.output
         assert "not in a swarm" in tools.run_molink(first, "leave").stderr
-        # It doesn't found a swarm of its own by starting again.
+        # A restart does not create a swarm of its own.
         done = tools.run_molink(second, "join", "--background")
         assert (done.returncode, "was removed from swarm" in done.stderr) == (9, True), done.stdout
         assert "is in swarm" not in done.stdout
@@ -290,11 +290,11 @@ def _names(trio: Trio) -> list[str]:
 
 
 def test_a_killed_daemon_leaves_nothing_behind(trio: Trio, tools: type[Tools]) -> None:
-    """The last one that needs the three: it is the first PC's."""
+    """The first PC's daemon. This test runs last, since the others need all three PCs."""
     family = trio.up.family()
     assert len(family) >= 3, trio.up.output
     (daemon,) = [p["daemon_pid"] for p in trio.up.status()["peers"] if p["name"] == "first"]
     psutil.Process(daemon).send_signal(getattr(signal, "SIGKILL", signal.SIGTERM))
     assert tools.alive(family) == []
-    # The home can be used again at once, and what the dead daemon noted counts for nothing.
+    # The home can be used again at once; files of the dead daemon are ignored.
     assert tools.run_molink(trio.root / "up", "status").returncode == 6

@@ -41,7 +41,7 @@ def shown_code(process: Process, tools: type[Tools]) -> str:
 
 
 class Loopback:
-    """A swarm on this PC, where PCs knock at an address that is typed."""
+    """A swarm on this PC; other PCs ask to join at an address that is typed."""
 
     def __init__(self, root: Path, tools: type[Tools]) -> None:
         self.root, self.tools = root, tools
@@ -97,7 +97,7 @@ def test_a_pc_is_let_in_by_its_code(loopback: Loopback, tools: type[Tools]) -> N
 
 
 def test_a_doctor_beside_a_daemon(loopback: Loopback, tools: type[Tools]) -> None:
-    """It sees the swarm by the daemon, and tries the kernels of this PC's device."""
+    """It reads the swarm from the daemon, and tests the kernels of this PC's device."""
     done = tools.run_molink(loopback.root / "second", "doctor", "--json")
     found = {one["check"]: one for one in json.loads(done.stdout)["checks"]}
     for check in ("torch", "kernels", "ports", "firewall", "version"):
@@ -109,7 +109,7 @@ def test_a_doctor_beside_a_daemon(loopback: Loopback, tools: type[Tools]) -> Non
 
 
 def test_a_copied_state_folder(loopback: Loopback, tools: type[Tools]) -> None:
-    """The PC that came first stays; the other one is told, and ends."""
+    """The PC that joined first stays; the other one gets an error and exits."""
     second, copy = loopback.root / "second", loopback.root / "copy"
     copy.mkdir()
     for name in ("peer.key", "swarm.json"):
@@ -118,7 +118,7 @@ def test_a_copied_state_folder(loopback: Loopback, tools: type[Tools]) -> None:
     loopback.started.append(twin)
     assert twin.process.wait(START_S) == 2, twin.output
     assert "is a copy of that PC's" in twin.output
-    # One that forgets the swarm, but not its key, is told before anybody is asked.
+    # A PC that forgets the swarm, but not its key, is refused before anybody is asked.
     (copy / "swarm.json").unlink()
     done = tools.run_molink(copy, "join", loopback.where, *loopback.options)
     assert (done.returncode, "peer.key" in done.stderr) == (2, True), done.stderr
@@ -145,8 +145,8 @@ def test_refused_or_given_up(loopback: Loopback, tools: type[Tools]) -> None:
     assert not {"third", "fourth"} & set(loopback.names())
 
 
-def test_a_hostile_pc_before_the_porch(loopback: Loopback, tools: type[Tools]) -> None:
-    """Noise, giants and halves, on more connections than one address may have."""
+def test_a_hostile_pc_at_the_pairing_listener(loopback: Loopback, tools: type[Tools]) -> None:
+    """Noise, oversized and partial messages, on more connections than one address may have."""
     process = psutil.Process(loopback.up.status()["coordinator"]["pid"])
     before, chance = process.memory_info().rss, random.Random(1)
     attacks = [
@@ -181,7 +181,7 @@ def test_a_hostile_pc_before_the_porch(loopback: Loopback, tools: type[Tools]) -
 
 
 class Seated(Process):
-    """A molink process at one end of a veth pair, and a person at its terminal."""
+    """A molink process at one end of a veth pair, with a terminal."""
 
     def __init__(self, pair: VethPair, index: int, home: Path, *arguments: str) -> None:
         home.mkdir(parents=True, exist_ok=True)
@@ -210,8 +210,10 @@ class Seated(Process):
 
 @pytest.mark.skipif(unavailable() is not None, reason=f"no namespaces here: {unavailable()}")
 def test_two_pcs_need_two_commands(tools: type[Tools], tmp_path: Path) -> None:
-    """No address, no port, no token: found by multicast, joined by a code that is typed. Then each
-    holds a half of the model."""
+    """Without address, port or token: found by multicast, joined by a typed code.
+
+    Then each holds a half of the model.
+    """
     with VethPair() as pair, ExitStack() as stack:
         halves = ("--min-stages", "2")
         up = Seated(pair, 0, tmp_path / "first", "up", "--name", "first", *halves, *CPU)
@@ -235,7 +237,7 @@ def test_two_pcs_need_two_commands(tools: type[Tools], tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(unavailable() is not None, reason=f"no namespaces here: {unavailable()}")
 def test_a_new_router_gives_all_pcs_other_addresses(tools: type[Tools], tmp_path: Path) -> None:
-    """Nobody is where the others have seen it last; the swarm's announcement is heard."""
+    """No PC has its last known address; the others find it by the swarm's announcement."""
     homes = tmp_path / "first", tmp_path / "second"
     with VethPair() as pair:
         with ExitStack() as stack:
@@ -264,7 +266,7 @@ def test_a_new_router_gives_all_pcs_other_addresses(tools: type[Tools], tmp_path
 
 
 def peers(pair: VethPair, home: Path) -> list[dict[str, Any]]:
-    """The PCs that the first one has in its swarm now."""
+    """The members by the first PC's status."""
     asking = pair.run(
         0,
         [sys.executable, "-m", "molinkd", "status", "--json"],

@@ -1,4 +1,4 @@
-"""LongRoPE through the whole product: a short prompt, a long one, and a context that is lowered."""
+"""LongRoPE end to end: a short prompt, a long one, and a lowered context length."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -59,8 +59,7 @@ def test_short_and_long_prompts_over_two_peers(
 def test_a_context_that_is_lowered(
     tmp_path: Path, tools: type[Tools], make_model: MakeModel, context: int | None
 ) -> None:
-    """An answer that may be long has the long factors, unless ``--max-model-len`` keeps it
-    short."""
+    """A possibly long answer uses the long factors, unless ``--max-model-len`` bounds it."""
     folder = make_model(tmp_path / "tiny-128k", "phi3", 5, **PHI3)
     reference, ids = Reference(folder), prompt(40)
     short, long = (
@@ -78,7 +77,7 @@ def test_a_context_that_is_lowered(
         with tools.client(process.found().endpoints[0]) as client:
 
             def ask(tokens: Sequence[int]) -> float:
-                """How likely the first token of an answer is that may be as long as can be."""
+                """Logprob of the first token of an answer without a token limit."""
                 with client.completions.create(
                     model=name,
                     prompt=list(tokens),

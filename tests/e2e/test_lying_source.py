@@ -1,4 +1,4 @@
-"""The PC that brought the model alters what it sends: another one is asked, and the liar named."""
+"""The model's provider alters the bytes it sends: another source is asked, the liar is named."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -61,7 +61,7 @@ def answered_by_transformers(folder: Path) -> str:
 
 
 def tensors(folder: Path) -> dict[str, bytes]:
-    """All that a model's files hold."""
+    """All tensors of a model's files."""
     found = {}
     for name, span in ModelFolder.open(folder).tensors.items():
         with (folder / span.file).open("rb") as file:

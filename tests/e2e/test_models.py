@@ -1,4 +1,4 @@
-"""Models as a user changes them while the swarm runs: ``molink stop``, ``molink run``."""
+"""Changing models while the swarm runs: ``molink stop``, ``molink run``."""
 
 from contextlib import ExitStack
 from pathlib import Path
@@ -25,7 +25,7 @@ def test_stop_and_run(tmp_path: Path, tools: type[Tools], make_model: MakeModel)
     process = tools.Process(tmp_path / "home", ["up", *options])
     try:
         (pid,) = workers(process.wait_ready())
-        # Closed in the end: a connection may outlive its answer.
+        # Closed at the end: a connection may outlive its answer.
         client = tools.client(process.found().endpoints[0])
         clients.callback(client.close)
         stopped = tools.run_molink(tmp_path / "home", "stop")
@@ -51,7 +51,7 @@ def test_stop_and_run(tmp_path: Path, tools: type[Tools], make_model: MakeModel)
     finally:
         clients.close()
         process.stop()
-    # So it is served when molink is started again.
+    # It is served again after a restart.
     process = tools.Process(tmp_path / "home", ["up", *options])
     try:
         assert process.wait_ready()["model"] == "brought"

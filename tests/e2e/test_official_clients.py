@@ -30,7 +30,7 @@ class Sum(pydantic.BaseModel):
 
 @pytest.fixture(scope="module")
 def answer(demo: Process) -> str:
-    """What each client is to get, greedily."""
+    """The expected greedy answer of each client."""
     with Tools.client(demo.found().endpoints[0]) as client:
         whole = client.chat.completions.create(model=NAME, messages=QUESTION, temperature=0)
     text = whole.choices[0].message.content
@@ -40,7 +40,7 @@ def answer(demo: Process) -> str:
 
 @pytest.fixture
 def url(demo: Process) -> str:
-    """A PC's that isn't the one which was asked first."""
+    """The endpoint of another PC than the first."""
     return demo.found().endpoints[1]
 
 

@@ -1,4 +1,4 @@
-"""Greedy fp32 answers through three processes are those of ``transformers``."""
+"""Greedy fp32 answers of three processes equal those of ``transformers``."""
 
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -35,7 +35,7 @@ TOKENS = 48
 
 @pytest.fixture(scope="module")
 def expected() -> list[str]:
-    """What ``transformers`` answers."""
+    """The answers of ``transformers``."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     threads = torch.get_num_threads()

@@ -1,4 +1,4 @@
-"""A swarm falls into two parts, each of which admits a PC and serves; then the parts meet."""
+"""A swarm splits into two parts, each admits a PC and serves; then the parts merge."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,7 +25,7 @@ def house(tmp_path: Path) -> Iterator[House]:
 
 
 def leader(one: Behind) -> str:
-    """The name of the leader, as a PC has it; empty while it hears none."""
+    """The leader's name by a PC's status; empty while it hears none."""
     status = one.status()
     names = {peer["id"]: peer["name"] for peer in status.get("peers", ())}
     running = status.get("coordinator", {}).get("state") == "running"
@@ -33,7 +33,7 @@ def leader(one: Behind) -> str:
 
 
 def online(one: Behind) -> list[str]:
-    """Names of the PCs that are connected, as a PC has them."""
+    """Names of the connected PCs by a PC's status."""
     peers = one.status().get("peers", ())
     return sorted(peer["name"] for peer in peers if peer["state"] == "online")
 
@@ -93,5 +93,5 @@ def test_pcs_that_join_two_parts_are_members_of_the_whole(house: House) -> None:
         assert held is not None
         members = [held.log.members[peer].name for peer in held.log.branches]
         assert sorted(members) == names
-    # Nobody is let in again, or goes.
+    # No PC has to join again, and none is lost.
     assert all(one.process.poll() is None for one in everybody)

@@ -1,4 +1,4 @@
-"""The PC with all files is gone: the others go on with what their stages' files are."""
+"""The PC with all files is gone: the others continue with the files of their stages."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -15,7 +15,7 @@ from tests.support.processes import Process, Tools
 
 PROMPT = [{"role": "user", "content": "Who has the layers?"}]
 LAYERS = 6
-#: No PC copies what its stage doesn't need, nobody waits for long, and no process is kept spare.
+#: No replication, short timeouts, and no standby workers.
 VARIABLES = {
     "MOLINK_REPLICATE_MODELS": "false",
     "MOLINK_PIPELINE_WAIT_TIMEOUT": "2",
@@ -41,7 +41,7 @@ def start(tmp_path: Path, tools: type[Tools]) -> Iterator[Start]:
 
 
 def status(process: Process) -> dict[str, Any]:
-    """As that PC has it; empty while it can't be had."""
+    """The status by that PC; empty while it is unavailable."""
     found = local_daemon.find_daemon(process.home)
     try:
         return {} if found is None else local_daemon.fetch_status(found)
@@ -79,14 +79,14 @@ def test_the_owner_leaves(
     for gone in (owner, right):
         gone.process.kill()
         gone.stop()
-    # Its layers are nowhere: that is said at once, and nobody is blamed for it.
+    # No PC has its layers: the status says so at once and blames no peer.
     late = start("late", "join", invite("left"), "--stage", "4-6")
     missing = "no connected PC has the files of layers 4-6 and final of brought"
     tools.wait_for(lambda: missing in str(status(late).get("pipelines")), late)
     tools.wait_for(lambda: "layers 4-6" in status(left).get("files", ""), left)
     with pytest.raises(openai.APIStatusError, match=missing):
         answer(left)
-    # Somebody comes who has them, and holds no stage.
+    # A PC that has them joins, without a stage.
     start("right", "join", "--stage", "none")
     tools.wait_for(lambda: ready(late), late)
     assert answer(late) == expected

@@ -1,6 +1,6 @@
-"""Two pipelines of a model: prompts of a key that begin alike go to one, until it is killed.
+"""Two pipelines of a model: a key's prompts with a common prefix go to one, until it is killed.
 
-Another key finds none of them, whichever pipeline it is sent to.
+Another key hits none of them on either pipeline.
 """
 
 from collections.abc import Iterator
@@ -85,13 +85,13 @@ def test_prompts_that_begin_alike_go_to_one_pipeline(swarm: LocalSwarm, tools: t
         after = counted("explored"), counted("exploited")
         assert after == (before[0] + FAMILIES, before[1] + FAMILIES * (ROUNDS - 1))
 
-        # The other key tries the same prompts, and finds them once they are its own.
+        # The other key sends the same prompts, and hits them only the second time.
         assert [ask(other, family, "?")[2] for family in range(FAMILIES)] == [0] * FAMILIES
         assert counted("explored") == after[0] + FAMILIES
         assert all(ask(other, family, "?")[2] for family in range(FAMILIES))
         assert counted("exploited") == after[1] + FAMILIES
 
-        # Whichever of them it is: the other one serves what it had.
+        # After either one is killed, the other serves its prompts.
         names = {one["id"]: one["name"] for one in swarm.status("first")["peers"]}
         lost = next(name for ring in pipelines() for name in [names[ring[0]]] if name != "first")
         swarm.kill(lost)

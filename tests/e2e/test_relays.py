@@ -1,4 +1,4 @@
-"""PCs behind routers: neither can connect to the other, and a third passes their bytes on."""
+"""PCs behind routers: neither can connect to the other, and a third relays."""
 
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def ways(status: dict[str, Any]) -> dict[tuple[str, str], str]:
-    """Through whom which PCs are connected, by their names."""
+    """The relay of each connected pair, by names."""
     names = {one["id"]: one["name"] for one in status["peers"]}
     return {
         (names[one["from"]], names[one["to"]]): names[one["through"]] for one in status["relays"]
@@ -25,7 +25,7 @@ def ways(status: dict[str, Any]) -> dict[tuple[str, str], str]:
 
 
 def measured(status: dict[str, Any]) -> bool:
-    """Whether placement knows how long the ways of the ring are."""
+    """Whether placement knows the latencies of the ring's links."""
     stages = status["pipelines"][0]["stages"]
     return bool(stages) and all(
         stage["link_measured"] and 0.01 <= stage["link_s"] < 1 for stage in stages
@@ -34,7 +34,7 @@ def measured(status: dict[str, Any]) -> bool:
 
 @pytest.mark.slow  # without processes: tests/molinkd/peer/membership/test_relay_server.py
 def test_two_pcs_that_can_not_meet_serve_by_way_of_a_third(tmp_path: Path) -> None:
-    # 20 ms from one to the other and back, by way of the hub.
+    # 20 ms round trip, through the hub.
     nodes = (
         Node("hub"),
         Node("attic", closed=1, delay_ms=10),
@@ -47,12 +47,12 @@ def test_two_pcs_that_can_not_meet_serve_by_way_of_a_third(tmp_path: Path) -> No
         found = ways(hub.wait_ready())
         assert (found["attic", "couch"], found["couch", "attic"]) == ("hub", "hub")
         Tools.wait_for(lambda: measured(hub.status()), hub)
-        # The endpoint of each answers: the hub's by a connection that the attic has opened.
+        # Each endpoint answers; the hub's uses a connection that the attic has opened.
         for one in (attic, couch, hub):
             Tools.wait_for(lambda one=one: "is ready" in one.output, one)
             assert one.run("chat", "What is molink?").strip(), one.output
         assert ways(hub.status())["hub", "attic"] == "hub"
-        # A PC that is drained passes on nothing, and there is no other.
+        # A drained PC relays nothing, and there is no other relay.
         hub.run("drain", "--timeout", "5")
         Tools.wait_for(lambda: not hub.status()["relays"], hub)
         Tools.wait_for(lambda: not hub.status()["pipelines"][0]["ready"], hub)
@@ -66,7 +66,7 @@ def test_two_pcs_that_can_not_meet_serve_by_way_of_a_third(tmp_path: Path) -> No
     homes_unavailable() is not None, reason=f"no routers here: {homes_unavailable()}"
 )
 def test_two_homes_leave_their_relay(tmp_path: Path) -> None:
-    """Once they have met, they serve without it."""
+    """Once connected directly, they serve without it."""
     nodes = (Node("hub"), Node("attic", delay_ms=10), Node("couch", delay_ms=10))
     with House(tmp_path, *nodes, kinds=("open", "port-cone", "address-cone")) as house:
         hub, token = house.first("hub", "--stage", "none")
@@ -89,7 +89,7 @@ def test_two_homes_leave_their_relay(tmp_path: Path) -> None:
 
 
 def choices(hub: Behind) -> list[dict[tuple[str, str], str]]:
-    """Through whom which PCs were connected, after each change, by the coordinator's log."""
+    """The relay of each pair after each change, by the coordinator's log."""
     names = {one["id"]: one["name"] for one in hub.status()["peers"]}
     log = (hub.home.logs / "coordinator.log").read_text(encoding="utf-8", errors="replace")
     found = []
@@ -105,7 +105,7 @@ def choices(hub: Behind) -> list[dict[tuple[str, str], str]]:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("lie", ["hold", "cut", "trickle"])
 def test_a_member_that_seems_the_best_relay_passes_nothing_on(tmp_path: Path, lie: str) -> None:
-    """Streams go on by way of another one, and the liar is not chosen again.
+    """Streams continue through another relay, and the liar is not chosen again.
 
     Without processes: tests/molinkd/peer/membership/test_relay_server.py,
     tests/swarm/controller/test_relays.py.
@@ -139,7 +139,7 @@ def test_a_member_that_seems_the_best_relay_passes_nothing_on(tmp_path: Path, li
 
 @pytest.mark.slow
 def test_one_pc_can_dial_the_other(tmp_path: Path, make_model: MakeModel) -> None:
-    """What goes the other way goes over a connection that it has opened, model files too."""
+    """The other direction, model files included, uses a connection that it has opened."""
     model = make_model(tmp_path / "tiny", "qwen2", num_hidden_layers=8)
     with House(tmp_path, Node("hub"), Node("couch", closed=1)) as house:
         hub, token = house.first("hub", "--stage", "1-4")

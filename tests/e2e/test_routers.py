@@ -32,7 +32,7 @@ def swarm(tmp_path_factory: pytest.TempPathFactory, tools: type[Tools]) -> Itera
 
 
 def computed(client: openai.OpenAI, router: str) -> int:
-    """Prompt tokens that were computed of questions which begin like others, in mixed order."""
+    """Prompt tokens computed for questions with common prefixes, in mixed order."""
     families = list(range(FAMILIES)) * ROUNDS
     random.Random(1).shuffle(families)
     tokens = 0
@@ -56,7 +56,7 @@ def test_e2_computes_less_than_round_robin(swarm: LocalSwarm, tools: type[Tools]
     swarm.molink("first", "apply", str(file))
 
     def both(name: str) -> bool:
-        """Whether ``name`` knows two pipelines that are ready, with two stages each."""
+        """Whether ``name`` knows two ready pipelines with two stages each."""
         found = swarm.status(name).get("pipelines", ())
         return [len(one["stages"]) for one in found if one["ready"]] == [2, 2]
 
@@ -69,5 +69,5 @@ def test_e2_computes_less_than_round_robin(swarm: LocalSwarm, tools: type[Tools]
             found[router] = computed(client, router)
         explored = tools.metrics(endpoint).get("molink_daemon_routes_explored_total", 0.0)
         assert (explored > 0) == (router == "e2")
-    # Each pipeline has to compute each beginning with round-robin, only one of them with E2.
+    # With round-robin both pipelines compute each prefix, with E2 only one does.
     assert found["e2"] < 0.75 * found["round-robin"], found

@@ -28,11 +28,11 @@ class TwoDevices:
         return self.tools.Process(self.root / name, [verb, *options, *more])
 
     def peers(self) -> dict[str, dict[str, Any]]:
-        """By name, as the first PC has them."""
+        """Peers by name, by the first PC's status."""
         return {one["name"]: one for one in self.first.status()["peers"]}
 
     def stages(self) -> set[str]:
-        """The names of those in the ring, if it is ready."""
+        """Names of the peers in the ring, if it is ready."""
         status = self.first.status()
         names = {one["id"]: one["name"] for one in status["peers"]}
         ready = (one for one in status["pipelines"] if one["ready"])

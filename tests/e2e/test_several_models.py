@@ -1,4 +1,4 @@
-"""Two models over three PCs, as a file says: one of them twice, or stopped; a PC that is lost."""
+"""Two models of a swarm file on three PCs: one of them twice, or stopped; a PC is lost."""
 
 import shutil
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ dtype = "f32"
 
 
 class TwoModels:
-    """The swarm, and the folder with its file and models."""
+    """The swarm, and the folder of its swarm file and models."""
 
     def __init__(self, root: Path, tools: type[Tools]) -> None:
         self.file = root / "swarm.toml"
@@ -38,21 +38,21 @@ class TwoModels:
         return self.file
 
     def apply(self, *options: str) -> tuple[int, str, str]:
-        """Exit code, and what was said."""
+        """Exit code and output."""
         return self.molink("apply", str(self.file), *options)
 
     def molink(self, *arguments: str) -> tuple[int, str, str]:
-        """Exit code of a command on the first PC, and what was said."""
+        """Exit code and output of a command on the first PC."""
         done = self.tools.run_molink(self.swarm.root / "first", *arguments)
         return done.returncode, done.stdout, done.stderr
 
     def client(self, name: str) -> openai.OpenAI:
         client = self.tools.client(self.swarm.running[name].found().endpoints[0])
-        self.clients.append(client)  # closed in the end: a connection may outlive its answer
+        self.clients.append(client)  # closed at the end: a connection may outlive its answer
         return client
 
     def where(self, name: str = "first") -> dict[str, set[str]]:
-        """The PCs of each model that is ready."""
+        """The PCs of each ready model."""
         status = self.swarm.status(name)
         names = {one["id"]: one["name"] for one in status.get("peers", ())}
         return {
@@ -108,7 +108,7 @@ replicas = {}
 """
 
 
-#: What can't be, the line that says so, and why it is refused.
+#: Impossible files, the line that the error names, and its reason.
 REFUSED = (
     ('molink = ""\nreplica = 2\n', 2, "unknown key replica; available: models, molink"),
     ('[[models]]\nmodel = "alpha"\nreplicas = 2\nquantise = "int8"\n', 4, "unknown key quantise"),
@@ -148,7 +148,7 @@ def test_what_cannot_be_is_refused_whole(place: TwoModels) -> None:
 @pytest.mark.timeout(400)
 def test_a_second_model_has_replicas_and_is_stopped_alone(place: TwoModels) -> None:
     def stages(model: str) -> list[list[str]]:
-        """The PCs of each of its pipelines that is ready."""
+        """The PCs of each of its ready pipelines."""
         return [
             [stage["peer"] for stage in one["stages"]]
             for one in place.swarm.status("first").get("pipelines", ())
@@ -165,7 +165,7 @@ def test_a_second_model_has_replicas_and_is_stopped_alone(place: TwoModels) -> N
         assert stages("alpha") == alpha, "what serves was moved"
         used = [peer for ring in (*alpha, *stages("beta")) for peer in ring]
         assert len(set(used)) == len(used)
-        if replicas > ready:  # what can be served is, and what is missing is said
+        if replicas > ready:  # the status says what the missing replicas lack
             place.until(lambda: "beta #3: " in place.swarm.status("first")["trouble"])
             assert "beta (2 of 3 replicas ready)" in place.swarm.molink("first", "status")
 
@@ -186,7 +186,7 @@ def test_a_second_model_has_replicas_and_is_stopped_alone(place: TwoModels) -> N
     assert said.strip()
     place.until(lambda: len(stages("beta")) == 2)
     assert stages("alpha") == alpha
-    # All of them, and with them the file: what is run then is in no file.
+    # All of them, and the file with them: a model that is run then is in no file.
     assert place.molink("stop")[0] == 0
     code, _, error = place.molink("run", str(place.file.parent / "alpha"), "Hello?")
     assert code == 0, error

@@ -1,4 +1,4 @@
-"""Three PCs share a model of the hub: what each took from there, and a PC that lies about it."""
+"""Three PCs share a model of the hub: what each downloads, and a PC that alters a shard."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -14,7 +14,7 @@ from tests.support.shards import shard_name, write_shards
 PROMPT = [{"role": "user", "content": "Who has the layers?"}]
 LAYERS = 4
 ENDS, *OF_LAYERS = (shard_name(number, LAYERS + 1) for number in range(LAYERS + 1))
-#: More than the head of a shard has.
+#: Larger than the header of a shard.
 HEAD = 5000
 
 Start = Callable[..., Process]
@@ -29,7 +29,7 @@ def hub(tmp_path: Path, make_model: MakeModel) -> Iterator[FakeHub]:
 
 @pytest.fixture
 def start(tmp_path: Path, tools: type[Tools], hub: FakeHub) -> Iterator[Start]:
-    """A PC by its name; that is also who it says it is at the hub."""
+    """Start a PC by its name, which is also its user agent at the hub."""
     options = tools.local_options("--coordinator-port", "0")
     with ExitStack() as stack:
 
@@ -81,16 +81,16 @@ def test_each_takes_its_shards(
     shards = {"a": {ENDS, *OF_LAYERS[:2]}, "b": {OF_LAYERS[2]}, "c": {ENDS, OF_LAYERS[3]}}
     for name, process in (("a", a), ("b", b), ("c", c)):
         assert here(process) == shards[name]
-        # The ends are with two PCs: the one that was second may have them from the first.
+        # Two PCs hold the ends: the second one may have fetched them from the first.
         assert shards[name] - took(name).keys() <= ({ENDS} if name in "ac" else set())
         assert took(name).keys() <= shards[name]
         for file, nbytes in took(name).items():
-            # The PC that brings the model has read the heads too.
+            # The model's provider has read the headers, too.
             assert size[file] <= nbytes < size[file] + (HEAD if name == "a" else 1)
     assert ENDS in {**took("a"), **took("c")}
     expected = answer(b)
 
-    # One that has a layer's shard lies, and holds no layers any more.
+    # A PC that has a layer's shard alters it, and holds no layers any more.
     b.stop()
     tools.wait_for(lambda: "layers 3 yet: the hub has them" in a.status().get("files", ""), a)
     start("b", "join", "--stage", "none", module="tests.support.altering_peer")

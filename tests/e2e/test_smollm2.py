@@ -1,4 +1,4 @@
-"""A real model from its GGUF file, over three PCs of which two have nothing but a token."""
+"""A real model from its GGUF file, over three PCs of which two join by a token."""
 
 from contextlib import ExitStack
 from pathlib import Path
@@ -51,7 +51,7 @@ def test_three_pcs_answer_as_one_does(tmp_path: Path, tools: type[Tools], dtype:
             assert len(status["pipelines"][0]["stages"]) == 3
             assert answer(process, tools) == expected
         for process in joined:
-            # Blocks of the own layers and tokenizer, no more.
+            # Only the blocks of its own layers, and the tokenizer.
             fetched = sum(
                 file.stat().st_size for file in process.home.models.rglob("*") if file.is_file()
             )

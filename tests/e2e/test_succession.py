@@ -1,4 +1,4 @@
-"""The PC that made the swarm, and alone brought its model, dies: others go on in its place."""
+"""The PC that created the swarm and provided its model dies: others take its place."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +16,7 @@ LAYERS = 6
 
 @pytest.fixture
 def swarm(tmp_path: Path, tools: type[Tools], make_model: MakeModel) -> Iterator[LocalSwarm]:
-    # 28 MB: much more than may ever wait on a connection.
+    # 28 MB: far more than a connection may buffer.
     folder = make_model(
         tmp_path / "brought",
         "qwen2",
@@ -33,7 +33,7 @@ def swarm(tmp_path: Path, tools: type[Tools], make_model: MakeModel) -> Iterator
 
 
 def stream(swarm: LocalSwarm, name: str) -> Iterator[str]:
-    """Pieces of the one answer, from that PC's endpoint."""
+    """Text pieces of one answer of that PC's endpoint."""
     chunks = swarm.tools.client(swarm.running[name].found().endpoints[0]).chat.completions.create(
         model="brought",
         messages=PROMPT,
@@ -48,7 +48,7 @@ def stream(swarm: LocalSwarm, name: str) -> Iterator[str]:
 
 
 def copied(swarm: LocalSwarm, name: str) -> dict[str, int]:
-    """How much of the model each PC says that it has, in percent."""
+    """The share of the model that each PC reports to have, in percent."""
     return {peer["name"]: peer.get("copied", 0) for peer in swarm.status(name).get("peers", ())}
 
 
@@ -76,7 +76,7 @@ def test_the_founders_pc_dies_and_comes_back(swarm: LocalSwarm, tools: type[Tool
     models = tools.client(fourth.found().endpoints[0]).models
     tools.wait_for(lambda: models.list().data, fourth)
     assert "".join(stream(swarm, "fourth")) == expected
-    # The founder comes back as one of the others, and owns the swarm as before.
+    # The founder returns as a follower, and still owns the swarm.
     swarm.up()
     swarm.wait_led_by("first", "second", 4)
     assert "".join(stream(swarm, "third")) == expected

@@ -1,4 +1,4 @@
-"""Two processes with little memory for KV: who gives way goes elsewhere; its text is the same.
+"""Two processes with little KV memory: preempted requests are swapped; their text is the same.
 
 The same holds when a process is killed meanwhile: KV in its host memory is recomputed.
 """

@@ -1,4 +1,4 @@
-"""The leader's PC dies while others are in trouble: PCs wait to be let in, or a disk is full."""
+"""The leader's PC dies while others are in trouble: PCs ask to join, or a disk is full."""
 
 import os
 import re
@@ -27,7 +27,7 @@ AGAIN = "run `molink join` again"
 
 
 class Swarm(LocalSwarm):
-    """PCs that pair at any free port. Only some have stages, of the bundled model."""
+    """PCs that pair at any free port. Some have stages of the bundled model."""
 
     def __init__(self, root: Path, tools: type[Tools], serving: str, **variables: str) -> None:
         """``serving`` is the one that has all layers; empty: nobody.
@@ -65,11 +65,11 @@ class Swarm(LocalSwarm):
         return process
 
     def names(self, name: str) -> list[str]:
-        """Names of all members, as a PC has them."""
+        """Names of all members by a PC's status."""
         return sorted(peer["name"] for peer in self.status(name).get("peers", ()))
 
     def leader(self, name: str) -> str:
-        """The name of the leader, as a PC has it; empty while it hears none."""
+        """The leader's name by a PC's status; empty while it hears none."""
         status = self.status(name)
         names = {peer["id"]: peer["name"] for peer in status.get("peers", ())}
         running = status.get("coordinator", {}).get("state") == "running"
@@ -109,7 +109,7 @@ def stack() -> Iterator[ExitStack]:
 def test_pcs_ask_to_join_while_the_leader_changes(
     tmp_path: Path, tools: type[Tools], stack: ExitStack
 ) -> None:
-    """Each is let in or told to ask again; nobody twice, and nobody without an approval."""
+    """Each is admitted or asked to retry; none twice, and none without an approval."""
     swarm = Swarm(tmp_path, tools, "")
     stack.callback(swarm.stop)
     members = ["first", "second", "third"]
@@ -126,7 +126,7 @@ def test_pcs_ask_to_join_while_the_leader_changes(
         approved = pool.submit(tools.run_molink, home, "approve", codes["midway"])
         swarm.kill("first")
         approved.result()
-    # Nobody's approval of one that waited at another leader admits it.
+    # No approval given at another leader admits it.
     never = swarm.running["never"]
     assert never.process.wait(60) != 0
     assert AGAIN in never.output
@@ -197,7 +197,7 @@ def fill_disk(disk: Path) -> Path:
 def test_the_disk_of_the_next_leader_is_full(
     small_disk: Path, tmp_path: Path, tools: type[Tools], stack: ExitStack
 ) -> None:
-    """Another leads, the error is said, and nothing is lost once there is room again."""
+    """Another one leads, the error is shown, and nothing is lost once there is room again."""
     swarm = Swarm(tmp_path, tools, "third")
     stack.callback(swarm.stop)
     members = ["first", "second", "third"]
@@ -219,7 +219,7 @@ def test_the_disk_of_the_next_leader_is_full(
     second = swarm.running["second"]
     tools.wait_for(lambda: "Is the disk full" in second.output, second)
     swarm.wait_for("second", led_by="third", names=members)
-    # The one with the full disk replicates what the other decides, and leads when it can.
+    # The PC with the full disk follows the other, and leads when it can.
     swarm.join("fourth", swarm.molink("third", "invite"))
     everybody = [*members, "fourth"]
     swarm.wait_for("second", led_by="third", names=everybody)
@@ -244,7 +244,7 @@ class WrongClock:
         }
 
     def jump(self, seconds: float) -> None:
-        """Set it so many seconds ahead of the real one."""
+        """Set it ahead of the real clock, in seconds."""
         draft = self._file.with_suffix(".new")
         draft.write_text(str(seconds), encoding="ascii")
         draft.replace(self._file)
@@ -259,7 +259,7 @@ DAY = 86400.0
 def test_the_leaders_clock_jumps_by_a_day(
     tmp_path: Path, tools: type[Tools], stack: ExitStack
 ) -> None:
-    """Only what people made to expire expires; who leads and who is a member stays."""
+    """Only invitations with a lifetime expire; leader and members stay."""
     clock = WrongClock(tmp_path)
     swarm = Swarm(tmp_path, tools, "third", **clock.variables)
     stack.callback(swarm.stop)
@@ -278,12 +278,12 @@ def test_the_leaders_clock_jumps_by_a_day(
         assert "".join(swarm.stream("third")) == expected
         for one in members:
             swarm.wait_for(one, led_by="first", names=members)
-        # Has it ended once, it stays so.
+        # An invitation that has expired once stays expired.
         late = tools.run_molink(tmp_path / "late", "join", token, *tools.local_options())
         assert late.returncode != 0
         assert "late" not in swarm.names("first")
     assert swarm.status("third")["term"] == term
-    # Invitations are made by the clock of who makes them.
+    # An invitation's expiry is set by the clock of the PC that creates it.
     swarm.join("fourth", swarm.molink("third", "invite"))
     swarm.wait_for("first", led_by="first", names=[*members, "fourth"])
     swarm.molink("first", "revoke", "fourth", "--yes")

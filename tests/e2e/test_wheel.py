@@ -1,4 +1,4 @@
-"""The wheel alone, away from the repository, is the whole product."""
+"""The wheel alone, outside the repository, contains the whole product."""
 
 import json
 import os
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.timeout(300)
 
 
 def run(command: list[str], folder: Path, environment: dict[str, str]) -> str:
-    """Run a command to its end in ``folder``; what it prints, shown if it fails."""
+    """Run a command in ``folder`` and return its output, which is shown if it fails."""
     done = subprocess.run(
         command,
         cwd=folder,
@@ -81,7 +81,7 @@ def test_the_demo_answers_from_the_wheel(
 def test_it_updates_itself_and_leaves_nothing(
     scripts: Path, built_wheel: Path, tmp_path: Path, environment: dict[str, str]
 ) -> None:
-    """As installed by ``install.sh`` from a release, with a swarm of one PC that goes on."""
+    """As installed by ``install.sh`` from a release; a swarm of one PC keeps running."""
     molink = str(scripts / "molink")
     environment |= {"MOLINK_DISCOVERY": "false", "MOLINK_API_PORT": "0", "MOLINK_HOST": "127.0.0.1"}
     environment |= {f"MOLINK_{name}_PORT": "0" for name in ("COORDINATOR", "CONTROL")}

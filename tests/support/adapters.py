@@ -1,4 +1,4 @@
-"""Random LoRA adapters in PEFT's layout, and models into which they are merged by hand."""
+"""Random LoRA adapters in PEFT's layout, and models with them merged by hand."""
 
 import json
 import math

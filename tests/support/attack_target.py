@@ -1,4 +1,4 @@
-"""A process to attack: a server that answers, or a client that dials; it tells where on a line.
+"""A process to attack: a server that answers, or a client that dials; it prints its address.
 
 ``python -m tests.support.attack_target server`` or ``… client PORT SERVER_KEY``. It ends with its
 input. A :class:`Goodbye` has the server hang for a while.

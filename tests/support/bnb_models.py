@@ -26,7 +26,7 @@ Tensors = dict[str, Tensor]
 
 
 def as_int8(name: str, weight: Tensor) -> tuple[Tensors, Tensor]:
-    """What bitsandbytes' Linear8bitLt saves, and what it stands for."""
+    """The tensors that bitsandbytes' Linear8bitLt saves, and the weight they represent."""
     data, scales, _ = load_library().functional.int8_vectorwise_quant(weight.half())
     module = name.removesuffix("weight")
     saved = {name: data, f"{module}SCB": scales}
@@ -35,7 +35,7 @@ def as_int8(name: str, weight: Tensor) -> tuple[Tensors, Tensor]:
 
 
 def as_nf4(name: str, weight: Tensor, *, double: bool) -> tuple[Tensors, Tensor]:
-    """What bitsandbytes' Linear4bit saves, and what it stands for."""
+    """The tensors that bitsandbytes' Linear4bit saves, and the weight they represent."""
     library = load_library().functional
     data, state = library.quantize_4bit(weight, quant_type="nf4", compress_statistics=double)
     saved = {f"{name}.{part}": tensor for part, tensor in state.as_dict(packed=True).items()}
@@ -51,7 +51,7 @@ def rewrite(folder: Path, target: Path, change: Callable[[str, Tensor], Tensors]
     shutil.copytree(folder, target)
     for path in target.glob("*.safetensors"):
         tensors: Tensors = {}
-        # Windows keeps files as they are while they are mapped.
+        # Windows can't write mapped files.
         for name, tensor in load(path.read_bytes()).items():
             tensors |= change(name, tensor)
         save_file({name: tensor.clone() for name, tensor in tensors.items()}, path)
@@ -65,7 +65,7 @@ def set_config(folder: Path, section: dict[str, Any] | None) -> None:
 
 
 def both(folder: Path, tmp_path: Path, kind: str, left_out: str = "nothing") -> tuple[Path, Path]:
-    """The folder quantized beforehand, and a plain one with the weights that it stands for."""
+    """The pre-quantized folder, and a plain one with the weights that it represents."""
     stood: Tensors = {}
 
     def quantize(name: str, weight: Tensor) -> Tensors:

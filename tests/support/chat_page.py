@@ -31,7 +31,7 @@ def load_axe(browser: Browser) -> None:
 
 
 def check_page(browser: Browser, *rules: str) -> list[tuple[str, str]]:
-    """What axe-core finds on the page as it is: rule and element."""
+    """Violations that axe-core finds on the page: rule and element."""
     options = {"resultTypes": ["violations"]}
     options |= {"runOnly": list(rules)} if rules else {"runOnly": RULES}  # type: ignore[dict-item]
     found: list[dict[str, Any]] = browser.run(
@@ -41,13 +41,13 @@ def check_page(browser: Browser, *rules: str) -> list[tuple[str, str]]:
 
 
 def wait_until_ready(browser: Browser) -> Browser:
-    """Once the model is known."""
+    """Wait until the page knows the model."""
     browser.until("document.querySelector('#model').value === 'tiny'")
     return browser
 
 
 def ask_question(browser: Browser, question: str) -> None:
-    """Send a question, and wait until its answer is over."""
+    """Send a question, and wait for the end of the answer."""
     count = browser.run("return document.querySelectorAll('.theirs').length")
     browser.type("#text", question + ENTER)
     browser.until(f"document.querySelectorAll('.theirs').length > {count}")
@@ -55,7 +55,7 @@ def ask_question(browser: Browser, question: str) -> None:
 
 
 def sent_prompt(backend: FakeBackend) -> str:
-    """What the model was asked last, as text."""
+    """The last prompt that the model got, as text."""
     return str(backend.tokenizer.decode(list(backend.requests[-1].prompt_token_ids)))
 
 

@@ -1,4 +1,4 @@
-"""Clients that the tests don't need otherwise, in a folder of their own, outside the repository."""
+"""Client libraries that only some tests need, in a folder outside the repository."""
 
 import json
 import os
@@ -39,7 +39,7 @@ def node_script(script: Path) -> list[str]:
 
 
 def run_json(command: list[str], *arguments: str) -> Any:
-    """What a client's script says as JSON in its last line; it has to succeed."""
+    """The JSON in the last output line of a client's script, which must succeed."""
     variables = {**os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True", "DO_NOT_TRACK": "1"}
     variables.pop("PYTHONPATH", None)
     done = subprocess.run(

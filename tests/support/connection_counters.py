@@ -1,4 +1,4 @@
-"""Whether this system tells how many bytes came on a connection: Windows does since 10 1703."""
+"""Whether this system reports the bytes received on a connection: Windows since 10 1703."""
 
 import sys
 

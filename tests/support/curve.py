@@ -1,7 +1,7 @@
 """ZMTP 3.1 with CURVE on a bare TCP socket, for what libzmq would never send.
 
-Synchronous: a handshake needs nothing of the other side's event loop. The crypto is libsodium's, as
-PyNaCl has it; nothing of molink or libzmq takes part.
+Synchronous: a handshake does not depend on the other side's event loop. The crypto is libsodium's
+(PyNaCl), independent of molink and libzmq.
 """
 
 import contextlib
@@ -95,7 +95,7 @@ class Wire:
         return self.part(b"\x04PING" + struct.pack(">H", ttl), COMMAND)
 
     def send(self, data: bytes) -> bool:
-        """Send all of ``data``; ``False`` if the connection was cut meanwhile."""
+        """Send all of ``data``; ``False`` if the connection was closed meanwhile."""
         try:
             self.socket.sendall(data)
         except OSError:
@@ -121,7 +121,7 @@ class Wire:
 
     @property
     def ended(self) -> bool:
-        """Whether the other side has ended the connection; waits for it a while."""
+        """Whether the other side closes the connection within a while."""
         try:
             while self.socket.recv(1 << 16):
                 pass
@@ -166,7 +166,7 @@ class Wire:
 
 
 class RawClient(Wire):
-    """Dials a server as the holder of a key.
+    """Connects to a server as the holder of a key.
 
     The steps of a handshake are methods of their own, so that one may stop in its midst.
     """
@@ -181,16 +181,16 @@ class RawClient(Wire):
         host: str = "127.0.0.1",
         source: str = "127.0.0.1",
     ) -> None:
-        """Keys in Z85: one's own, and the server's public one."""
+        """``public`` and ``secret`` are our keys, ``server`` is the server's public key, in Z85."""
         super().__init__(socket.create_connection((host, port), _TIMEOUT_S, (source, 0)))
         self._own_public, self._own_secret = z85.decode(public), z85.decode(secret)
         self._server = z85.decode(server)
         self._short_public, self._short_secret = crypto_box_keypair()
-        #: What was sent to the server as its last step, to be sent again.
+        #: The last handshake command, to send it again.
         self.initiate_bytes = b""
 
     def handshake(self, kind: bytes = b"DEALER", identity: bytes = b"") -> Self:
-        """All of it.
+        """Run the whole handshake.
 
         Raises:
             Refused: the server let us down.
@@ -265,7 +265,7 @@ class RawClient(Wire):
 
 
 class RawServer:
-    """Listens as the holder of a key, for clients that dial a hostile server."""
+    """Listens as the holder of a key, as a hostile server."""
 
     def __init__(self, secret: str, port: int = 0) -> None:
         self._secret = z85.decode(secret)
@@ -274,11 +274,11 @@ class RawServer:
         self.port = int(self._listener.getsockname()[1])
 
     def close(self) -> None:
-        """Listen no more."""
+        """Stop listening."""
         self._listener.close()
 
     def accept(self) -> Wire:
-        """Take the next client that shakes hands to the end."""
+        """Accept the next client that completes the handshake."""
         while True:
             wire = Wire(self._listener.accept()[0])
             try:

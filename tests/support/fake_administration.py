@@ -1,4 +1,4 @@
-"""An owner's actions that are scripted and recorded."""
+"""Scripted and recorded owner's actions."""
 
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ HEADERS = {"Authorization": f"Bearer {TOKEN}"}
 
 @dataclass
 class FakeAdministration:
-    """Says ``progress``, then raises ``error``, to everything that takes a while."""
+    """Long actions yield ``progress`` and then raise ``error``."""
 
     progress: tuple[ModelProgress, ...] = (
         ModelProgress("fetching"),

@@ -29,7 +29,7 @@ CONTEXT = 512
 def build_model(
     folder: Path, template: object = TEMPLATE, special: Sequence[str] = (), eos: str = "<|end|>"
 ) -> Path:
-    """A byte-level BPE tokenizer with a chat template, and nothing else of a model.
+    """Write a byte-level BPE tokenizer with a chat template, but no weights.
 
     ``template`` may be a list of named ones; ``special`` are further special tokens.
     """
@@ -51,22 +51,22 @@ def build_model(
 
 
 def _check(request: Request) -> None:
-    """Fail on parameters that no head would take."""
+    """Fail on parameters that a scheduler would refuse."""
     msgspec.msgpack.decode(msgspec.msgpack.encode(request.sampling_params), type=SamplingParams)
 
 
 @dataclass
 class FakeBackend:
-    """Says ``answer`` to everything; the attributes script failures and pauses."""
+    """Answers every prompt with ``answer``; its attributes script failures and pauses."""
 
     folder: Path
     answer: str = "Hello there, naïve 🦊 world!"
-    #: Ids to answer with instead of ``answer``.
+    #: Token ids of the answer, in place of ``answer``.
     tokens: Sequence[int] | None = None
-    #: Raised before token number ``fail_at``.
+    #: Raised before token ``fail_at``.
     error: Exception | None = None
     fail_at: int = 0
-    #: Tokens are given out by ``gate.release()`` where there is one.
+    #: With a gate, each ``gate.release()`` lets one token pass.
     gate: asyncio.Semaphore | None = None
     ready_now: bool = True
     context: int = CONTEXT
@@ -78,19 +78,19 @@ class FakeBackend:
     parameters: int = 0
     quantization: str = ""
     sees_images: bool = False
-    #: Served beside it, with the same tokenizer.
+    #: Further served models with the same tokenizer.
     others: Sequence[ServedModel] = ()
-    #: What ``molink status --json`` would say, and how often it was asked for.
+    #: The result of ``molink status --json``, and the number of calls.
     swarm: dict[str, object] = field(default_factory=dict)
     status_asked: int = 0
     requests: list[Request] = field(default_factory=list)
     running: int = 0
-    #: Tokens given out, in all.
+    #: Number of tokens sent so far.
     given: int = 0
     closed: int = 0
-    #: Set whenever a generation begins or ends.
+    #: Set when a generation begins or ends.
     changed: asyncio.Event = field(default_factory=asyncio.Event)
-    #: The endpoint's event loop, once it has asked.
+    #: The endpoint's event loop, after its first call.
     loop: asyncio.AbstractEventLoop | None = None
     tokenizer: Tokenizer = field(init=False)
 
@@ -160,13 +160,13 @@ class FakeBackend:
             self.changed.set()
 
     async def until_running(self, count: int) -> None:
-        """Wait until ``count`` generations run."""
+        """Wait until ``count`` generations are running."""
         while self.running != count:
             self.changed.clear()
             await self.changed.wait()
 
     async def until_given(self, count: int) -> None:
-        """Wait until ``count`` tokens have been given out."""
+        """Wait until ``count`` tokens have been sent."""
         while self.given < count:
             self.changed.clear()
             await self.changed.wait()
@@ -191,11 +191,11 @@ class FakeBackend:
         )
 
     def row(self, ids: Sequence[int], size: int) -> bytes:
-        """The row that embeds a prompt."""
+        """The embedding of a prompt."""
         numbers = [1 + (sum(ids) * place) % 7 for place in range(1, size + 1)]
         return array("f", numbers).tobytes()
 
     def score(self, request: Request) -> tuple[tuple[int, float], ...]:
-        """Logprobs of the tokens that were asked for: the longer the prompt, the less relevant."""
+        """Logprobs of the requested tokens: the longer the prompt, the less relevant."""
         relevant, irrelevant = request.sampling_params.logprob_token_ids
         return (irrelevant, -1.0), (relevant, -len(request.prompt_token_ids) / 100)

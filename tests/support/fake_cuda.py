@@ -1,7 +1,7 @@
 """A pretend ``cuda:0`` for a torch without CUDA: host memory behind CUDA's dispatch key.
 
-Run as ``python -m tests.support.fake_cuda LIBRARY FOLDER EXPERTS`` in a process of its own,
-which is no good for anything else then; see ``tests/stage/test_pretend_cuda.py``. Every operator
+Run as ``python -m tests.support.fake_cuda LIBRARY FOLDER EXPERTS`` in a process that
+does nothing else; see ``tests/stage/test_pretend_cuda.py``. Every operator
 runs by the CPU's, operands of mixed devices are refused, and waits of the host are counted. It does
 not show graphs (the work itself is run), flash kernels (a plain reference), streams, pinning or
 speed.
@@ -91,13 +91,13 @@ class Host:
     def __init__(self, library: Path) -> None:
         torch.ops.load_library(str(library))
         self._counts = ctypes.CDLL(str(library))
-        #: Those of stand-ins.
+        #: Reads by stand-ins.
         self.excused = 0
-        #: How often the stream was waited for.
+        #: Number of waits for the stream.
         self.synchronized = 0
 
     def synchronize(self) -> None:
-        """Stands in for a stream's."""
+        """Count a wait; replaces ``torch.cuda.Stream.synchronize``."""
         self.synchronized += 1
 
     def reads(self) -> int:
@@ -142,7 +142,7 @@ def kernel(host: Host, *given: Any, **named: Any) -> torch.Tensor:
 
 
 def install_fake(stack: ExitStack, host: Host, capability: tuple[int, int]) -> None:
-    """Have torch believe in the card."""
+    """Make torch report the card as present."""
     empty = torch.empty
     stream = SimpleNamespace(synchronize=host.synchronize)
     event = SimpleNamespace(record=lambda: None, synchronize=lambda: None)
@@ -174,7 +174,7 @@ def compare(
     avoid: tuple[str, ...],
     host_experts: int = 0,
 ) -> dict[str, Any]:
-    """Two stages on the card beside two on the CPU, over the same rows.
+    """Compare two stages on the card with two on the CPU, over the same rows.
 
     Of the card's experts, ``host_experts`` of each layer lie in host memory.
     """
@@ -214,7 +214,7 @@ def compare(
             waited += host.reads()
             results.append(logits.cpu())
             for stage in (first, last):
-                # As in time without a step.
+                # As while the stage is idle.
                 stage.capture_next_graph()
                 swaps += stage.swap_next_experts()
             if first.device == CUDA:
@@ -262,7 +262,7 @@ def read_by_passes(folder: ModelFolder, host: Host) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Print how it went, a JSON object for each case."""
+    """Print the result of each case as a JSON object."""
     sys.modules["triton"] = None  # type: ignore[assignment]  # it would compile for a real card
     host = Host(Path(sys.argv[1]))
     folder, experts = (ModelFolder.open(Path(given)) for given in sys.argv[2:4])

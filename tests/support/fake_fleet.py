@@ -50,7 +50,7 @@ FACTS = ModelFacts(
     kv_bytes=0,
     max_model_len=4096,
 )
-#: Too little for a head to go by.
+#: Too little data for a scheduler's decision.
 QUICK = Profile(decode=((1, 0.01),))
 BLOCKS = {"a": 100, "b": 80, "c": 90}
 
@@ -148,7 +148,7 @@ class FakeFleet:
 
     @property
     def reconciler(self) -> Reconciler:
-        """That of the first model, or the only one."""
+        """The reconciler of the first model."""
         return self.fleet.deployments[0]
 
     def handle_event(
@@ -163,7 +163,7 @@ class FakeFleet:
         return decisions
 
     def pop_messages(self, *, about_members: bool = False, with_reasons: bool = False) -> list[Any]:
-        """What was sent since, as ``(peer, message)``; greetings and reasons only if asked for."""
+        """Pop messages as ``(peer, message)``; greetings and reasons only on request."""
         decisions, self.decisions = self.decisions, []
         if not with_reasons:
             decisions = [d for one in decisions if (d := self._without_reason(one)) is not None]
@@ -177,7 +177,7 @@ class FakeFleet:
     def _without_reason(
         self, decision: AnnouncePeerAction | CommitPipelineAction | SendMessageAction
     ) -> AnnouncePeerAction | CommitPipelineAction | SendMessageAction | None:
-        """The decision, but not a route that says only why there is none, or that it gets on."""
+        """Drop routes that only give a reason or progress."""
         match decision:
             case SendMessageAction(peer, Welcome()):
                 self._routes.pop(peer, None)
@@ -190,7 +190,7 @@ class FakeFleet:
         return decision
 
     def wait(self, seconds: float, *alive: str) -> None:
-        """Let time pass in ticks while ``alive`` peers report what they run."""
+        """Let time pass in steps while the ``alive`` peers report their stages."""
         for _ in range(round(seconds / 0.25)):
             self.now += 0.25
             for name in alive:
@@ -207,17 +207,17 @@ class FakeFleet:
         self.report(name, **changes)
 
     def serve(self, **changes: ModelFacts | int | str) -> None:
-        """Serve a model; unless ``changes`` say otherwise, every peer gets a stage."""
+        """Serve a model; by default every peer gets a stage, ``changes`` override that."""
         values = {"facts": FACTS, "source": "a", "min_peers": self.min_peers, "min_stages": 16}
         values |= changes
         self.handle_event(DesiredStateChangedEvent((DesiredModel(**values),)))
 
     def serve_all(self, *models: DesiredModel) -> None:
-        """Serve these."""
+        """Serve these models."""
         self.handle_event(DesiredStateChangedEvent(models))
 
     def deployment(self, model: str, replica: int = 0) -> Reconciler:
-        """That of a model."""
+        """The deployment of a model."""
         return next(one for one in self.fleet.deployments if one.key == (model, replica))
 
     def loaded(
@@ -282,7 +282,7 @@ class FakeFleet:
         self.handle_event(PeerReportedEvent(peer, msgspec.structs.replace(old, prefetch=said)))
 
     def show_workers(self) -> None:
-        """Every stage of the formation shows up in its peer's report."""
+        """Have each peer report its stage of the formation."""
         for one in self.fleet.deployments:
             if one.formation is not None:
                 self._show_formation(one.formation)

@@ -15,33 +15,33 @@ import pytest
 from huggingface_hub import constants
 
 REPOSITORY = "owner/some-model"
-#: How large files end.
+#: Suffixes of large files.
 WEIGHTS = (".safetensors", ".gguf")
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 class FakeHub:
-    """What the server gives, and how it misbehaves."""
+    """The server's files, and its misbehaviour."""
 
     def __init__(self, folder: Path, repository: str = REPOSITORY) -> None:
         self.folder, self.repository = folder, repository
         #: Requests for weights: file and range.
         self.asked: list[tuple[str, str]] = []
-        #: All answers have this status, if there is one.
+        #: Status of all answers; ``None``: the usual one.
         self.status = 0
         self.gated = False
-        #: The next answers with weights break off after so many bytes each.
+        #: The next responses with weights break off, each after this number of bytes.
         self.cuts: list[int] = []
-        #: Weights have other bytes than is said.
+        #: Weights differ from their stated hash.
         self.altered = False
-        #: So many bytes of each file are right in any case.
+        #: This number of leading bytes of each file stays correct.
         self.honest = 0
-        #: Whether ranges are obeyed.
+        #: Whether range requests are honoured.
         self.ranges = True
         #: Where those that ask for weights are sent, another name of this server, if not here; and
         #: what they said there who they are.
         self.elsewhere = ""
-        #: That name of this server gives nothing any more.
+        #: The other name of this server serves nothing any more.
         self.expired = ""
         self.said: list[str] = []
         #: Bytes of files of weights that were given, by who asked (the header) and the file.
@@ -49,7 +49,7 @@ class FakeHub:
         self.url = ""
         #: What the description of the model says otherwise of some files, by their real names.
         self.lies: dict[str, dict[str, object]] = {}
-        #: The commit that it says it has, and the one in the headers of answers.
+        #: The commit in the model's description, and the one in response headers.
         self.commit = self.header_commit = COMMIT
         #: ETags that are not the file's hash, and files that are listed and missing.
         self.etags: dict[str, str] = {}

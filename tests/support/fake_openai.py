@@ -1,4 +1,4 @@
-"""A server that speaks enough of OpenAI's API to be measured."""
+"""A server with enough of OpenAI's API for benchmarks."""
 
 import asyncio
 import json
@@ -24,7 +24,7 @@ class FakeOpenAI:
     refused: set[int] = field(default_factory=set)
     #: The n-th request breaks off in its middle.
     cut: set[int] = field(default_factory=set)
-    #: Requests from this one on are held until their client goes.
+    #: Requests from this one on are held until their client disconnects.
     held_from: int = 10**9
     reject_ignore_eos: bool = False
 

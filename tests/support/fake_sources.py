@@ -1,4 +1,4 @@
-"""Peers that a model's files are fetched from, without sockets."""
+"""Sources of a model's files, without sockets."""
 
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -10,7 +10,7 @@ from molinkd.peer.artifacts.sources import Source
 
 
 class RepositorySource:
-    """A peer that answers from a library, chunk by chunk."""
+    """A peer that serves a repository's files, chunk by chunk."""
 
     def __init__(self, library: ModelRepository) -> None:
         self.library = library

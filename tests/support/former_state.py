@@ -14,7 +14,7 @@ FORMAT, SWARM = 9, "d6c43d6d40f4c627"
 
 
 def restore_home(root: Path) -> Home:
-    """Make the folder. Its PC founded the swarm, and served the bundled model alone."""
+    """Create the folder of a PC that founded the swarm and served the bundled model alone."""
     home = Home(root)
     home.coordinator.mkdir(parents=True)
     for name in ("peer.key", "swarm.json", "options.json", "replica.msgpack"):

@@ -1,7 +1,7 @@
-"""A PC that was admitted to a swarm, and says what it likes.
+"""A hostile PC that was admitted to a swarm, and sends any message.
 
-It holds a home that joined by a token, and speaks by molink's own client, server and messages. What
-it says is up to the test.
+It holds a home that joined by a token, and speaks by molink's own client, server and messages. The
+test decides what it sends.
 """
 
 import asyncio
@@ -81,7 +81,7 @@ class LoopThread:
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, T], timeout: float = 60.0) -> T:
-        """What ``work`` returns."""
+        """Run ``work`` in the loop and return its result."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout)
 
     def close(self) -> None:
@@ -104,11 +104,11 @@ class HostileMember:
         self.home = Home(root).create_folders()
         self.keys = self.home.load_keys()
         self.peer = derive_peer_id(self.keys.public)
-        #: What each coordinator has said, by type.
+        #: Messages of each coordinator, by type.
         self.heard: list[ControlMessage] = []
         self.replica: Replica | None = None
         self.heartbeat: LeaderHeartbeat | None = None
-        #: The others, as announced.
+        #: The other peers, as announced.
         self.others: dict[str, PeerInfo] = {}
         #: The state that it pretends to hold; ``None``: what it holds.
         self.forged: Replica | None = None
@@ -147,7 +147,7 @@ class HostileMember:
         self.close()
 
     def close(self) -> None:
-        """Fall silent."""
+        """Close all connections."""
         self.loop.run(self._close())
 
     async def _close(self) -> None:
@@ -162,7 +162,7 @@ class HostileMember:
     # --- with the coordinator ----------------------------------------------------------------
 
     def start(self) -> Self:
-        """Be there as any PC: with a control socket, and reports to the coordinator."""
+        """Act as any PC: open a control socket, and report to the coordinator."""
         self.loop.run(self._start())
         return self
 
@@ -245,7 +245,7 @@ class HostileMember:
             self._client.send(StateReplica(payload=Payload("u8", (len(data),))), data)
 
     def offer(self, forged: Replica) -> None:
-        """Pretend to hold ``forged``, in a new session; send it, asked or not."""
+        """Claim to hold ``forged``, in a new session; send it, requested or not."""
         self.forged = forged
         self.heard.clear()
         self.follow(self.record.coordinator_key, self.record.addresses)
@@ -272,7 +272,7 @@ class HostileMember:
         self.loop.run(wait())
 
     def wait_welcome(self) -> None:
-        """Wait until it is one of the swarm: it has the state, and knows the others."""
+        """Wait until it has the state and knows the other peers."""
         self.wait_for(lambda: self.has_heard(Welcome) and self.replica is not None and self.others)
 
     def ask(self, message: ControlMessage, timeout: float = PATIENCE_S) -> ControlMessage:
@@ -298,7 +298,7 @@ class HostileMember:
         return await ask(message)
 
     def invite(self, uses: int = 1) -> str:
-        """A token of its own.
+        """Create an invitation.
 
         Raises:
             MolinkError: the coordinator refuses.
@@ -319,13 +319,13 @@ class HostileMember:
                 self._server.send(sender.identity, LeaderReply(ref=message.ref, view=view))
 
     def query(self, peer: str, view: LeaderView) -> LeaderView | None:
-        """Tell another PC ``view`` in a query of its leader; its answer, if it gives one."""
+        """Send ``view`` to another PC in a leader query; returns the answer, if any."""
         return self.loop.run(self._query(peer, view))
 
     def keep_telling(
         self, peers: Iterable[str], view: Callable[[], LeaderView], every: float = 0.2
     ) -> None:
-        """Answer with ``view()`` from now on, and tell it to ``peers`` without being asked."""
+        """Answer with ``view()`` from now on, and also send it to ``peers`` unasked."""
         honest = tuple(peers)
 
         async def tell(peer: str) -> None:
@@ -342,7 +342,7 @@ class HostileMember:
         self.loop.run(begin())
 
     def silence(self) -> None:
-        """Tell and answer nothing any more."""
+        """Stop sending and answering views."""
         self.answer = lambda: None
         self.loop.run(cancel_tasks(*self._tellers))
 
@@ -358,14 +358,14 @@ class HostileMember:
             self.term = max(self.term, view.term)
 
     def can_reach(self, peer: str) -> bool:
-        """Whether another PC's control socket lets it in."""
+        """Whether another PC's control socket accepts it."""
         info = self.others[peer]
         return can_connect(
             self.loop, self.keys, info.public_key, endpoints(info.addresses, info.control_port)
         )
 
     def can_reach_coordinator(self) -> bool:
-        """Whether the coordinator lets it in."""
+        """Whether the coordinator accepts it."""
         return can_connect(self.loop, self.keys, self.record.coordinator_key, self.record.endpoints)
 
     # --- what it says ------------------------------------------------------------------------
@@ -384,7 +384,7 @@ class HostileMember:
 
     @property
     def lease(self) -> Lease | None:
-        """The last one that it has heard."""
+        """The last lease that it has received."""
         return None if self.heartbeat is None else self.heartbeat.lease
 
     def issue_lease(self, term: int) -> Lease:
@@ -421,21 +421,21 @@ def forge_entry(swarm: str, entry: Statement, by: KeyPair) -> SignedEntry:
 
 
 def forge_replica(held: Replica, version: Version, *entries: SignedEntry) -> Replica:
-    """A state with further entries, which nobody has checked."""
+    """A replica with further, unchecked entries."""
     known = {one.hash: one for one in (*held.log.entries, *entries)}
     log = MembershipLog(held.swarm, known)
     return replace(held, term=version[0], revision=version[1], log=log)
 
 
 class FakeCoordinator:
-    """A coordinator that a hostile PC runs: it greets all who report, and sends what it likes."""
+    """A hostile PC's coordinator: it welcomes every peer that reports, and sends any message."""
 
     def __init__(self, host: HostileMember, term: int) -> None:
         """It leads in ``term`` at ``host``."""
         self.keys, self._host, self.term = KeyPair.generate(), host, term
-        #: What each PC gets after its welcome, with payloads.
+        #: Messages to each PC after its welcome, with payloads.
         self.script: list[tuple[ControlMessage, bytes | None]] = []
-        #: Who has reported, by id.
+        #: Peers that have reported, by id.
         self.reported: dict[str, PeerReport] = {}
         self._server = host.loop.run(self._bind())
 
@@ -453,7 +453,7 @@ class FakeCoordinator:
         return (f"{HOST}:{self._server.port}",)
 
     def close(self) -> None:
-        """Listen no more."""
+        """Stop listening."""
         self._host.loop.run(self._server.close())
 
     def _on_message(
@@ -483,7 +483,7 @@ class FakeCoordinator:
 
 
 def can_connect(loop: LoopThread, keys: KeyPair, server_key: str, addresses: Sequence[str]) -> bool:
-    """Whether a server lets the holder of ``keys`` in."""
+    """Whether a server accepts the holder of ``keys``."""
 
     async def connect() -> bool:
         context = zmq.asyncio.Context()
@@ -494,7 +494,7 @@ def can_connect(loop: LoopThread, keys: KeyPair, server_key: str, addresses: Seq
         try:
             await client.wait_connected(5.0)
         except Unavailable:
-            raise  # nobody listens: that says nothing
+            raise  # nobody listens: neither accepted nor refused
         except MolinkError:
             return False
         else:

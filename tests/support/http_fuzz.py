@@ -1,4 +1,4 @@
-"""Seeded requests of no good will: what is nearly a request, and what is nearly HTTP."""
+"""Seeded hostile requests: almost valid bodies, and almost valid HTTP."""
 
 import json
 import random
@@ -187,7 +187,7 @@ def _nested(rng: Random) -> Any:
 
 
 def _value(rng: Random) -> Any:
-    """Anything that JSON can hold, and a little more."""
+    """Any JSON value, and some that JSON does not have."""
     makers: list[Callable[[], Any]] = [
         lambda: rng.choice([None, True, False]),
         lambda: rng.choice(NUMBERS),
@@ -204,7 +204,7 @@ def _value(rng: Random) -> Any:
 
 
 def _places(value: Any) -> list[tuple[Any, Any]]:
-    """Every place in ``value`` where another value can stand: its container and its key."""
+    """Every place in ``value`` that can hold another value, as container and key."""
     found: list[tuple[Any, Any]] = []
     if isinstance(value, dict):
         items: list[tuple[Any, Any]] = list(value.items())
@@ -234,7 +234,7 @@ def _mutate(body: dict[str, Any], rng: Random) -> None:
 
 
 def _damage(data: bytes, rng: Random) -> bytes:
-    """``data`` with some bytes that are no JSON, or no UTF-8, or missing."""
+    """Corrupt ``data``: invalid JSON, invalid UTF-8, or missing bytes."""
     place = rng.randrange(len(data) + 1)
     junk = [b"\xff", b"\x00", b"\xc3", b"\xed\xa0\x80", b"NaN", b"{", b"]", b'"', b"\\u", b"1e999,"]
     what = rng.randrange(4)
@@ -268,7 +268,7 @@ def _spoilt(body: dict[str, Any], rng: Random) -> bytes:
     for _ in range(rng.randrange(4)):
         _mutate(body, rng)
         if len(json.dumps(body)) > MAX_BODY:
-            break  # each further change could make it a hundred times as large
+            break  # each further change could make it a hundred times larger
     ascii_only = rng.random() < 0.5
     data = json.dumps(body, ensure_ascii=ascii_only).encode("utf-8", "surrogatepass")
     if rng.random() < 0.15:
@@ -341,7 +341,7 @@ _CHUNKS = (
 
 
 def random_bytes(rng: Random) -> bytes:
-    """What a client may send to a port of HTTP: requests, several in a row, whole or not."""
+    """Bytes that a client may send to an HTTP port: one or several requests, complete or not."""
     data = b""
     for _ in range(rng.choice([1, 1, 1, 2, 40])):
         lines = [f"{rng.choice(_METHODS)} {rng.choice(_PATHS)} {rng.choice(_VERSIONS)}"]

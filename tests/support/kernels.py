@@ -1,4 +1,4 @@
-"""What compiled kernels need of this PC's CPU and of torch, or the test is skipped."""
+"""Requirements of compiled kernels on the CPU and torch; tests are skipped without them."""
 
 from collections.abc import Collection
 

@@ -1,4 +1,4 @@
-"""Counts what a GPU would launch, on a PC without one."""
+"""Counts the launches of a GPU, on a PC without one."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator

@@ -13,7 +13,7 @@ NAMES = ("first", "second", "third")
 
 
 class LocalSwarm:
-    """Three PCs with a stage each; more may come later."""
+    """Three PCs with a stage each; more may join later."""
 
     def __init__(self, root: Path, tools: type[Tools], model: Sequence[str] = ()) -> None:
         """``model`` is the option of ``up``."""
@@ -29,36 +29,36 @@ class LocalSwarm:
         return Home(self.root / name)
 
     def up(self) -> None:
-        """Start the first one."""
+        """Start the first PC."""
         options = self.tools.local_options("--dtype", "f32", "--min-peers", "3")
         start = ["up", *self.model, "--name", "first", "--coordinator-port", "0", *options]
         self.running["first"] = self.tools.Process(self.root / "first", start)
 
     def join(self, name: str, token: str, *more: str, **variables: str) -> None:
-        """Start another one; returns once it is a member. ``variables`` are its environment's."""
+        """Start another PC; returns once it is a member. ``variables`` are its environment's."""
         options = self.tools.local_options("--coordinator-port", "0", *more)
         start = ["join", token, "--name", name, *options]
         process = self.tools.Process(self.root / name, start, variables=variables)
         self.running[name] = process
-        # Who joined first is the next to lead.
+        # The first PC to join is the next to lead.
         self.tools.wait_for(lambda: self._home(name).membership.exists(), process)
 
     def molink(self, name: str, *arguments: str) -> str:
-        """What a command that succeeds prints on that PC."""
+        """The output of a command on that PC, which must succeed."""
         done = self.tools.run_molink(self.root / name, *arguments)
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()
 
     def status(self, name: str) -> dict[str, Any]:
-        """As that PC has it; empty while it can't be had."""
+        """The status by that PC; empty while it is unavailable."""
         found = local_daemon.find_daemon(self._home(name))
         try:
             return {} if found is None else local_daemon.fetch_status(found)
-        except MolinkError:  # it starts, or its coordinator is being replaced
+        except MolinkError:  # it is starting, or its coordinator is being replaced
             return {}
 
     def led_by(self, name: str, by: str, there: int) -> bool:
-        """Whether ``name`` knows ``there`` PCs, led by ``by``, and a ready pipeline."""
+        """Whether ``name`` knows ``there`` PCs, the leader ``by``, and a ready pipeline."""
         status = self.status(name)
         peers = [peer for peer in status.get("peers", ()) if peer["state"] == "online"]
         leaders = [peer["name"] for peer in peers if peer["id"] == status.get("leader")]
@@ -67,16 +67,16 @@ class LocalSwarm:
         return leaders == [by] and len(peers) == there and ready
 
     def wait_led_by(self, name: str, by: str, there: int) -> None:
-        """Until :meth:`led_by` holds."""
+        """Wait until :meth:`led_by` holds."""
         self.tools.wait_for(lambda: self.led_by(name, by, there), self.running[name])
 
     def kill(self, name: str) -> None:
-        """As if its power had gone: the daemon can't say a word to anybody."""
+        """Kill its processes as a power failure would: the daemon sends no goodbye."""
         process = self.running.pop(name)
         process.process.kill()
         process.stop()
 
     def stop(self) -> None:
-        """End all in good order."""
+        """Stop all daemons."""
         for process in reversed(self.running.values()):
             process.stop()

@@ -1,4 +1,4 @@
-"""Files as a virus scanner on Windows has them: for a moment they can't be moved or deleted."""
+"""Files locked by a virus scanner, as on Windows: briefly they can't be moved or deleted."""
 
 from pathlib import Path
 from typing import Any, Literal
@@ -11,7 +11,7 @@ from molink import files
 def lock_once(
     monkeypatch: pytest.MonkeyPatch, act: Literal["replace", "unlink"], suffix: str = ""
 ) -> list[Path]:
-    """Refuse the first such act on a file that ends so; the list has the file then."""
+    """Refuse the first move or deletion of a file with this suffix; the list records it."""
     monkeypatch.setattr(files, "_IS_WINDOWS", True)
     monkeypatch.setattr(files, "_PAUSE_S", 0.0)
     really, seized = getattr(Path, act), list[Path]()

@@ -1,6 +1,6 @@
-"""Small models as GPTQ, AWQ, FP8 and compressed-tensors write them, and the values they hold.
+"""Small models in the formats of GPTQ, AWQ, FP8 and compressed-tensors, and their values.
 
-Packed by what is written of the formats, number by number; nothing here is molink's.
+Packed number by number from the formats' documentation, without molink's code.
 """
 
 import json
@@ -96,7 +96,7 @@ def _numbers(
     groups: Any = None,
     kept: torch.dtype = torch.float16,
 ) -> Numbers:
-    """Rounded to what ``bits`` can be, by groups of ``size`` columns (-1: all)."""
+    """Quantize to ``bits`` in groups of ``size`` columns (-1: all)."""
     rows, width = weight.shape
     size = width if size == -1 else size
     if groups is None:
@@ -191,7 +191,7 @@ def _eight_bits(
             exact = (part / scales[i, j]).clamp(-top, top)
             numbers[place] = (exact.round() if kind is torch.int8 else exact).to(kind)
             values[place] = numbers[place].float() * scales[i, j]
-    # Of a whole tensor it is one number.
+    # A whole tensor has a single scale.
     kept = scales.reshape(1) if down == across == 1 and tuple(block) == (rows, width) else scales
     kept = kept.bfloat16() if kind is torch.int8 else kept
     return {"weight": numbers, scale: kept, "input_scale": torch.ones(1)}, values

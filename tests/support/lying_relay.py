@@ -1,7 +1,8 @@
 """``python -m tests.support.lying_relay`` is ``molink`` on a PC that relays dishonestly.
 
-It passes probes, and the first bytes of each connection, so that it seems to be a good relay. What
-it does with the rest stands in ``LIE``: ``hold`` it, let it ``trickle``, or ``cut`` the connection.
+It passes probes, and the first bytes of each connection, so that it seems to be a good relay. The
+variable ``LIE`` says what it does with the rest: ``hold`` it, let it ``trickle``, or ``cut`` the
+connection.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""The Kubernetes manifests of ``deploy``, as kustomize would make them (what of it they use)."""
+"""The Kubernetes manifests of ``deploy``, built by the parts of kustomize that they use."""
 
 import copy
 from collections.abc import Iterator
@@ -51,7 +51,7 @@ def workloads(manifests: list[Manifest]) -> Iterator[Manifest]:
 
 
 def environment(workload: Manifest, secrets: dict[str, str], name: str) -> dict[str, str]:
-    """What Kubernetes would make of a container's ``env``: ``secrets`` by ``NAME/KEY``."""
+    """The environment of a container's ``env``, with ``secrets`` by ``NAME/KEY``."""
     values = {}
     for one in container(workload)["env"]:
         source = one.get("valueFrom")

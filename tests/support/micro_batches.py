@@ -1,4 +1,4 @@
-"""Micro-batches of a head that go round at once."""
+"""Micro-batches of a scheduler that return at once."""
 
 from molink.scheduler.batch import MicroBatch
 from molink.scheduler.request_state import Emission

@@ -1,4 +1,4 @@
-"""Random small models in the format of Hugging Face, each made once for all tests of a run."""
+"""Random small models in Hugging Face's format, each written once per test run."""
 
 import copy
 import hashlib
@@ -40,7 +40,7 @@ LATENT = {
     "v_head_dim": 12,
     "num_key_value_heads": 4,
 }
-#: The same to fewer positions than tests have; sums of few heads would often be equal.
+#: Sparse attention to fewer positions than tests have. Sums of few heads would often be equal.
 SPARSE_LATENT = {
     **LATENT,
     "index_topk": 12,
@@ -65,7 +65,7 @@ GEMMA4: dict[str, Any] = {
     "final_logit_softcapping": 2.0,
     "tie_word_embeddings": True,
 }
-#: Layers with the gated delta rule, in whose order there is no period.
+#: Layers with the gated delta rule, in an aperiodic order.
 DELTA_RULE = {
     "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
     "num_hidden_layers": 4,
@@ -90,7 +90,7 @@ MINISTRAL3: dict[str, Any] = {
         "llama_4_scaling_beta": 0.4,
     }
 }
-#: Chunks of attention, and experts in every other layer.
+#: Chunked attention, and experts in every other layer.
 LLAMA4: dict[str, Any] = {
     "attention_chunk_size": 12,
     "no_rope_layers": [1, 1, 0, 1],
@@ -115,7 +115,7 @@ MISTRAL4 = {
 }
 #: Of a Cohere 2 that sees; transformers leaves out its factor of logits.
 COHERE2_TEXT = {"logit_scale": 1.0, "sliding_window": 9, "tie_word_embeddings": True}
-#: What small models of a family have beside what all have.
+#: Config fields by family, besides those common to all small models.
 FAMILY_FIELDS: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 12},
     "granite": GRANITE_FACTORS,
@@ -340,7 +340,7 @@ _SMALL_SIGHT = {
     "patch_size": 14,
 }
 
-#: A small Llama whose weights are of no use, written without torch.
+#: A small Llama with meaningless weights, written without torch.
 PLAIN_CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -434,7 +434,7 @@ def write_model(
         settings = {"text_config": settings, "vision_config": sight, "tie_word_embeddings": tied}
         settings |= outer
         kind = AutoModelForImageTextToText
-    # Configs may change what they are given.
+    # Config classes may change their arguments.
     config = AutoConfig.for_model(family, **copy.deepcopy(settings))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -636,7 +636,7 @@ class MakeModel:
                 try:
                     written.rename(made)
                 except OSError:
-                    # Another process was faster.
+                    # Another process has written it meanwhile.
                     assert made.exists()
         return Path(shutil.copytree(made, folder, dirs_exist_ok=True))
 

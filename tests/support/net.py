@@ -1,4 +1,4 @@
-"""ZeroMQ sockets on loopback, and waiting for what they bring."""
+"""ZeroMQ sockets on loopback, and waiting for their messages."""
 
 import asyncio
 import itertools
@@ -24,7 +24,7 @@ async def until(condition: Callable[[], object], timeout: float = 60.0) -> None:
 
 
 class Net:
-    """A ZeroMQ context with its ZAP authenticator on loopback; closes what it has made."""
+    """A ZeroMQ context with its ZAP authenticator on loopback; closes all that it has opened."""
 
     def __init__(self, stack: AsyncExitStack) -> None:
         self._stack = stack
@@ -33,7 +33,7 @@ class Net:
         self.gatekeeper.start()
         self.keys = KeyPair.generate()
         self.until: Callable[..., Awaitable[None]] = until
-        #: Have something closed after the test, before the context.
+        #: Close something after the test, before the context.
         self.at_end = stack.push_async_callback
 
     def member(self, peer_id: str | None = None) -> KeyPair:
@@ -50,7 +50,7 @@ class Net:
         return server
 
     def client(self, codec: Codec[Any], keys: KeyPair, port: int, **options: Any) -> Client[Any]:
-        """A client that begins to connect to ``port``."""
+        """A client that starts to connect to ``port``."""
         server_key = options.pop("server_key", self.keys.public)
         addresses = options.pop("addresses", [f"tcp://127.0.0.1:{port}"])
         heard = {key: options.pop(key) for key in list(options) if key.startswith("on_")}

@@ -1,4 +1,4 @@
-"""molink as a later version that speaks otherwise: ``python -m tests.support.newer_protocol``."""
+"""molink as a later version with another protocol: ``python -m tests.support.newer_protocol``."""
 
 import molink
 from molink.wire import protocol

@@ -1,4 +1,4 @@
-"""molink as a later version that speaks as this one does: ``python -m
+"""molink as a later version with the same protocol: ``python -m
 tests.support.newer_version``."""
 
 import molink

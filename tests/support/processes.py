@@ -27,19 +27,19 @@ from molinkd.cli import daemon_client as local_daemon
 from molinkd.peer.home import Home, copy_measurements, read_run_file
 
 ROOT = Path(molink.__file__).parents[1]
-#: Where both packages are, installed or not.
+#: Folders of both packages, installed or not.
 ROOTS = (ROOT, Path(molinkd.__file__).parents[1])
-#: How long what is started may take, in seconds; more where processes start slowly, as under Wine.
+#: Timeout of started processes, in seconds; longer where they start slowly, as under Wine.
 START_S = float(os.environ.get("PATIENCE_S", "100"))
-#: Names this run of the tests, also in its other processes.
+#: Id of this test run, the same in all its processes.
 _RUN = os.environ.get("PYTEST_XDIST_TESTRUNUID", f"{os.getpid()}")
-#: What was measured of this PC by processes that have ended.
+#: Measurements of this PC by processes that have ended.
 _MEASURED = Path(tempfile.gettempdir()) / f"molink-measured-{_RUN}"
 atexit.register(shutil.rmtree, _MEASURED, ignore_errors=True)
 
 
 class Process:
-    """A ``molink`` process, its output, and everything that it started."""
+    """A ``molink`` process, its output, and its descendants."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class Process:
         module: str = "molinkd",
         variables: Mapping[str, str] = types.MappingProxyType({}),
     ) -> None:
-        """``module`` is what stands for ``molink``; ``variables`` go into its environment."""
+        """``module`` replaces ``molink``; ``variables`` are added to its environment."""
         home.mkdir(parents=True, exist_ok=True)
         self.home = Home(home)
         restore_measurements(self.home)
@@ -65,11 +65,11 @@ class Process:
 
     @property
     def output(self) -> str:
-        """All that it has printed."""
+        """Its output so far."""
         return (self.home.root / "terminal.log").read_text(encoding="utf-8", errors="replace")
 
     def family(self) -> list[psutil.Process]:
-        """It and all its descendants."""
+        """The process and all its descendants."""
         try:
             me = psutil.Process(self.process.pid)
             return [me, *me.children(recursive=True)]
@@ -99,7 +99,7 @@ class Process:
         return status
 
     def stop(self) -> None:
-        """End it as a person would; nothing that it started may be left."""
+        """Stop it by Ctrl-C, and check that no descendant is left."""
         family = self.family()
         if self.process.poll() is None:
             self.process.send_signal(
@@ -132,7 +132,7 @@ def restore_measurements(home: Home) -> None:
 
 
 def save_measurements(home: Home) -> None:
-    """Keep what was measured in ``home`` for :func:`restore_measurements`."""
+    """Keep the measurements in ``home`` for :func:`restore_measurements`."""
     for kind, one in (("pc", home), ("demo", home.demo_home(1))):
         copy_measurements(one, Home(_MEASURED / kind))
 
@@ -143,7 +143,7 @@ def environment(home: Path) -> dict[str, str]:
     return {
         **kept,
         "MOLINK_HOME": str(home),
-        # Each would import torch beside what is tested.
+        # Each would import torch while the test runs.
         "MOLINK_STANDBY_WORKER": "false",
         "PYTHONPATH": os.pathsep.join(str(path) for path in ROOTS),
         "PYTHONIOENCODING": "utf-8",
@@ -161,7 +161,7 @@ def owner_client(home: Home) -> httpx.Client:
 def still_running(
     processes: Sequence[psutil.Process], timeout: float = 15.0
 ) -> list[psutil.Process]:
-    """Those of ``processes`` that still run after at most ``timeout`` seconds."""
+    """Return those of ``processes`` that still run after at most ``timeout`` seconds."""
     _, left = psutil.wait_procs(processes, timeout=timeout)
     return [p for p in left if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
 
@@ -172,7 +172,7 @@ def wait_for(
     timeout: float = START_S,
     every: float = 0.1,
 ) -> None:
-    """Look ``every`` so many seconds until ``condition`` holds.
+    """Poll ``condition`` at intervals of ``every`` seconds until it holds.
     Fails with the output if ``process`` ends before.
 
     A daemon that is too busy to answer is asked again.
@@ -192,7 +192,7 @@ def _holds(condition: Callable[[], object]) -> bool:
 
 
 def run_molink(home: Path, *arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    """Run a command to its end."""
+    """Run a command and wait for its exit."""
     return subprocess.run(
         [sys.executable, "-m", "molinkd", *arguments],
         env=environment(home),
@@ -211,7 +211,7 @@ def local_options(*more: str) -> list[str]:
 
 
 class Tools:
-    """What the tests use of this, as one fixture."""
+    """The helpers of this module, as one fixture."""
 
     #: Clients that tests have made: an open one that is garbage collected warns in another test.
     _clients: ClassVar[list[openai.OpenAI]] = []
@@ -231,7 +231,7 @@ class Tools:
 
     @classmethod
     def close_clients(cls) -> None:
-        """Close what :meth:`client` has made."""
+        """Close the clients that :meth:`client` has created."""
         while cls._clients:
             cls._clients.pop().close()
 

@@ -35,7 +35,7 @@ class Bench:
         self.streams: list[Stream] = []
 
     async def serve(self) -> int:
-        """A server that answers with what it is sent, in capitals; its port."""
+        """Start a server that answers in capitals; returns its port."""
 
         async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             self.accepted.append((reader, writer))
@@ -92,11 +92,11 @@ async def open_bench() -> AsyncIterator[Bench]:
     yield made
     await made.close()
     await until(lambda: not any("molink" in one.get_name() for one in asyncio.all_tasks()))
-    await asyncio.sleep(0)  # what was aborted is closed one turn later
+    await asyncio.sleep(0)  # aborted connections close one loop iteration later
 
 
 async def ended(stream: Stream) -> bytes:
-    """What comes until the other side ends."""
+    """Read until the other side closes."""
     async with asyncio.timeout(20):
         with suppress(OSError):
             return await stream[0].read()

@@ -1,4 +1,4 @@
-"""A web server on loopback with the files of a release, and ways to spoil them."""
+"""A web server on loopback with the files of a release, which tests can corrupt."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""Scheduler states of requests, in one call."""
+"""Creates scheduler states of requests."""
 
 from collections.abc import Sequence
 

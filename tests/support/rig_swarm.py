@@ -14,7 +14,7 @@ from tools.wan import Node, Rig
 from tools.wan.homes import Homes, Kind
 
 CPU = ["--threads", "1", "--device", "cpu"]
-#: Where each look is a command of its own.
+#: Interval of polls that each run a command, in seconds.
 EVERY_S = 0.5
 
 
@@ -44,7 +44,7 @@ class Behind(Process):
         )
 
     def run(self, *arguments: str) -> str:
-        """The output of a command there."""
+        """The output of a command on its node."""
         process = self.rig.run(
             self.index,
             [sys.executable, "-m", "molinkd", *arguments],
@@ -130,7 +130,7 @@ class House:
         return next(line.split()[-1] for line in process.stdout if "--rendezvous" in line)
 
     def first(self, name: str, *arguments: str) -> tuple[Behind, str]:
-        """One that founds a swarm, and a token of it."""
+        """Start the PC that founds the swarm; also returns a token."""
         process = self.start(name, "up", *arguments)
         tokens: list[str] = []
 

@@ -1,4 +1,4 @@
-"""An endpoint's backend that is a whole ring in this process: head, stages on torch, sampler."""
+"""An endpoint's backend that is a whole ring in this process: scheduler, torch stages, sampler."""
 
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -115,7 +115,7 @@ class RingBackend:
         return MetricValues()
 
     def submit(self, request: Request, emitted: Sequence[int] = ()) -> str:
-        """Ask for an answer, of which ``emitted`` is known already; returns its key."""
+        """Submit a request, of whose answer ``emitted`` is known already; returns its key."""
         self.asked.append(request)
         key = str(len(self.asked))
         self._told[key] = deque()

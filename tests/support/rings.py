@@ -1,6 +1,6 @@
 """A ring without processes and sockets: the real deciders of all stages, each wired as a worker's.
 
-What computes and what carries messages is the test's; :class:`TimedLink` takes its time over them.
+The test supplies executors and links; :class:`TimedLink` takes its time over them.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,7 +35,7 @@ class Link(NextStage, Protocol):
 
 @dataclass(frozen=True)
 class Stages:
-    """What all stages of a ring have in common; rows have ``hidden`` elements of ``dtype``."""
+    """Properties that all stages of a ring share; rows have ``hidden`` elements of ``dtype``."""
 
     hidden: int = 1
     vocabulary: int = 100
@@ -150,7 +150,7 @@ class VirtualRing:
         self.rings[0].run_pending()
 
     def cancel_request(self, key: str) -> None:
-        """Ask for no more, unless it is over."""
+        """Cancel a request, unless it has ended."""
         if key not in self.finished_keys:
             self.finished_keys.add(key)
             self.scheduler.cancel_request("d", key, self.queue.now)
@@ -172,7 +172,7 @@ class VirtualRing:
             ring.scoreboard.validate()
 
     def check_idle(self) -> None:
-        """Nothing is left of anything."""
+        """Check that no request, block or message is left."""
         self.check_answers()
         assert not self.scheduler.live_requests
         assert self.scheduler.num_strays == 0
@@ -253,7 +253,7 @@ class TimedLink:
 
 @dataclass
 class WholeLink:
-    """Everything arrives a little later, in order, volumes whole."""
+    """Delivers whole volumes in order, a little later."""
 
     queue: EventQueue
     to: Any = None

@@ -1,4 +1,4 @@
-"""A kernel that works everywhere, and what is wrong with others; for tests of the harness."""
+"""A correct kernel and several faulty ones, for tests of the harness."""
 
 import torch
 import triton

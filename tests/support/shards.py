@@ -1,4 +1,4 @@
-"""Models in shards, a layer each, and PCs that fetch them."""
+"""Models in shards of one layer each, and PCs that fetch them."""
 
 import json
 import re

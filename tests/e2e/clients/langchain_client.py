@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class Weather(BaseModel):
-    """What the weather is like."""
+    """Return the weather of a city."""
 
     # Else the toy adds properties without end.
     model_config = ConfigDict(extra="forbid")
