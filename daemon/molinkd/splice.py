@@ -70,13 +70,18 @@ async def open_pair() -> tuple[Stream, Stream]:
 def listen_on_free_port(host: str, first: int, tried: int, queue: int) -> socket.socket:
     """Listen on ``first``, or on the first free of ``tried`` ports downwards; 0 means any port.
 
+    A ``host`` of ``::`` means all interfaces, for IPv4 too.
+
     Raises:
         OSError: No port is free.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    is_dual = host == "::" and socket.has_dualstack_ipv6()
     for port in range(first, max(0, first - tried), -1) or (0,):
         try:
-            listener = socket.create_server((host, port), family=family, backlog=queue)
+            listener = socket.create_server(
+                (host, port), family=family, backlog=queue, dualstack_ipv6=is_dual
+            )
         except OSError as error:
             failure = error
             continue

@@ -206,6 +206,9 @@ class Daemon:
         self._rendezvous = open_rendezvous(text, keys, local_dial_host(self._settings.host))
         if self._rendezvous is not None:
             stack.push_async_callback(self._rendezvous.close)
+            self._rendezvous.on_problem = lambda text: self._announce(
+                ProblemReportedEvent(text=text)
+            )
         return self._rendezvous
 
     def _make_bootstrap(

@@ -49,7 +49,7 @@ class RendezvousAddress(NamedTuple):
         Raises:
             ValueError: it is neither.
         """
-        secret, _, place = text.strip().partition("@")
+        secret, _, place = text.partition("@")
         match = _PLACE.fullmatch(place)
         port = DEFAULT_PORT if match is None else int(match["port"] or DEFAULT_PORT)
         if match is None or not 0 < port < 65536 or _SECRET.fullmatch(secret) is None:

@@ -10,6 +10,7 @@ from molink.swarm.membership import join_token as token_module
 from molink.swarm.membership.join_token import JoinToken
 from molink.wire.sockets.key_pair import KeyPair
 
+MEET = "c2VjcmV0IG9mIDE2IGJ5dA@meet.example:5464"
 SERVER, INVITATION = KeyPair.generate(), KeyPair.generate()
 
 
@@ -31,7 +32,18 @@ def test_token_round_trips() -> None:
 
 
 def test_repr_hides_the_secret() -> None:
-    assert INVITATION.seed not in repr(token())
+    met = msgspec.structs.replace(token(), rendezvous=MEET)
+    assert INVITATION.seed not in repr(met)
+    assert MEET not in repr(met)
+
+
+def test_a_rendezvous_is_checked() -> None:
+    met = msgspec.structs.replace(token(), rendezvous=MEET, leader="0123456789abcdef")
+    assert JoinToken.parse(str(met), now=0) == met
+    for wrong in ("meet.example:5464", "x@y", MEET + "\n", MEET + ":5464"):
+        text = str(msgspec.structs.replace(met, rendezvous=wrong))
+        with pytest.raises(TokenError, match="not a valid join token"):
+            JoinToken.parse(text, now=0)
 
 
 def test_expired_token_says_when() -> None:

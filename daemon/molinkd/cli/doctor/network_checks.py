@@ -143,8 +143,9 @@ def _check_nat(facts: NetworkFacts, swarm: SwarmFacts | None) -> Finding:
             "nat",
             "problem",
             f"{names} can't reach {own} from another network: a router (NAT) is in "
-            "between, and no peer relays. Put both PCs into one VPN (WireGuard, Tailscale) "
-            "and advertise this PC's VPN address",
+            "between, and no peer relays. Name a rendezvous that both reach (`molink "
+            "rendezvous`), or put both PCs into one VPN (WireGuard, Tailscale) and advertise this "
+            "PC's VPN address",
             _ADVERTISE,
         )
     relayed = "" if swarm is None else _describe_relays(swarm)

@@ -94,7 +94,7 @@ async def query_leader(
 ) -> LeaderView | None:
     """The first reply from any of the peer's addresses, or by a call; ``None`` without one."""
     asking = [
-        asyncio.ensure_future(_query_address(context, keys, info, one, request))
+        asyncio.ensure_future(_query_address(context, keys, info, one, request, REPLY_TIMEOUT_S))
         for one in endpoints(info.addresses, info.control_port)
     ]
     calling = None
@@ -127,7 +127,8 @@ async def _call_peer(
     address = rendezvous.local_endpoint(info.peer, CONTROL)
     if not address:
         return None
-    return await _query_address(context, keys, info, address, request, is_local=True)
+    timeout = rendezvous.stretch_timeout(REPLY_TIMEOUT_S)
+    return await _query_address(context, keys, info, address, request, timeout, is_local=True)
 
 
 async def _query_address(
@@ -136,6 +137,7 @@ async def _query_address(
     info: PeerInfo,
     address: str,
     request: LeaderRequest,
+    timeout: float,
     *,
     is_local: bool = False,
 ) -> LeaderView | None:
@@ -148,7 +150,7 @@ async def _query_address(
     )
     try:
         client.start()
-        asking = asyncio.ensure_future(client.send_request(request, timeout=REPLY_TIMEOUT_S))
+        asking = asyncio.ensure_future(client.send_request(request, timeout=timeout))
         refusing = None if is_local else asyncio.ensure_future(is_refused(address))
         try:
             if refusing is not None:

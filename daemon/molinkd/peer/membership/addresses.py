@@ -3,7 +3,7 @@
 import ipaddress
 import re
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import psutil
 
@@ -50,34 +50,33 @@ def advertised_addresses(host: str, explicit: Sequence[str] = ()) -> tuple[str, 
         return tuple(explicit)[:MAX_ADDRESSES]
     if not is_wildcard(host):
         return (host,)
-    return rank_addresses(_interface_addresses(), _outgoing_address())
+    families = (socket.AF_INET, socket.AF_INET6) if host == "::" else (socket.AF_INET,)
+    return rank_addresses(_interface_addresses(families), _outgoing_address())
 
 
 def multicast_addresses(host: str) -> tuple[str, ...]:
     """This PC's addresses in the networks of sockets bound to ``host``; empty for loopback."""
-    found = _interface_addresses() if is_wildcard(host) else [host]
+    found = _interface_addresses((socket.AF_INET,)) if is_wildcard(host) else [host]
     return tuple(dict.fromkeys(one for one in found if is_dialable(one)))
 
 
 def rank_addresses(found: Iterable[str], outgoing: str | None) -> tuple[str, ...]:
-    """The default route's address first; loopback only as a last resort."""
-    usable: list[str] = [outgoing] if outgoing else []
-    for text in found:
-        address = ipaddress.ip_address(text)
-        if address.is_loopback or address.is_link_local or text in usable:
-            continue
-        usable.append(text)
-    return tuple(usable[:MAX_ADDRESSES]) or (LOOPBACK,)
+    """The default route's address first, then public ones; loopback only as a last resort."""
+    others = (ipaddress.ip_address(text) for text in dict.fromkeys(found) if text != outgoing)
+    usable = [one for one in others if not (one.is_loopback or one.is_link_local)]
+    usable.sort(key=lambda one: not one.is_global)
+    ranked = [*([outgoing] if outgoing else []), *map(str, usable)]
+    return tuple(ranked[:MAX_ADDRESSES]) or (LOOPBACK,)
 
 
-def _interface_addresses() -> list[str]:
+def _interface_addresses(families: Collection[int]) -> list[str]:
     states = psutil.net_if_stats()
     return [
-        entry.address
+        entry.address.partition("%")[0]
         for name, entries in psutil.net_if_addrs().items()
         if name not in states or states[name].isup
         for entry in entries
-        if entry.family == socket.AF_INET
+        if entry.family in families
     ]
 
 

@@ -148,9 +148,8 @@ class MeetingServer(ABC):
             bucket.take_token()
             with contextlib.suppress(OSError):  # the other side has closed
                 stream = await open_stream(connection)
-                task = self._spawn(
-                    self._handle_connection(stream, str(address[0])), self._unauthenticated
-                )
+                source = str(address[0]).removeprefix("::ffff:")  # IPv4 at a socket of both
+                task = self._spawn(self._handle_connection(stream, source), self._unauthenticated)
                 task.add_done_callback(partial(_abort_if_cancelled, stream))
 
     async def _handle_connection(self, stream: Stream, address: str) -> None:

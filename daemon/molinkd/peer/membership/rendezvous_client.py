@@ -39,6 +39,11 @@ log = logging.getLogger(__name__)
 
 #: Pauses before this PC registers again at a rendezvous that is unreachable, in seconds.
 _RETRY_S = (0.5, 1.0, 2.0, 5.0, 10.0)
+#: Consecutive failures that are reported; one that restarts is back sooner.
+_FAILURES_TO_REPORT = 3
+#: Round trips to the rendezvous until a call is answered: two to be joined, and six to a peer that
+#: is as far from it, two thirds more for delays; and the longest timeout in seconds.
+_ROUND_TRIPS, MAX_TIMEOUT_S = 20, 3.0
 #: How long a failed call keeps its local connection, in seconds: libzmq would call again at once.
 _FAILURE_PAUSE_S = 0.5
 #: Calls at once, and those that this PC answers at once: more than a rendezvous joins with it.
@@ -57,6 +62,10 @@ class RendezvousClient:
     def __init__(self, address: RendezvousAddress, keys: KeyPair, host: str) -> None:
         """``host`` is where the sockets of this PC listen."""
         self.address = address
+        #: Called with a sentence when this PC can't register any more.
+        self.on_problem: Callable[[str], None] = lambda _: None
+        #: Duration of the last connect to the rendezvous, in seconds.
+        self._round_trip = 0.0
         self._signer, self._me = keys.signer, derive_peer_id(keys.public)
         self._host = host
         self._find_port: Callable[[bytes], int] = lambda _: 0
@@ -110,6 +119,10 @@ class RendezvousClient:
         if not call:
             return tuple(endpoints)
         return (call, *endpoints) if peer in self._called_only else (*endpoints, call)
+
+    def stretch_timeout(self, timeout: float) -> float:
+        """``timeout`` in seconds, longer if the rendezvous is far away."""
+        return min(max(timeout, _ROUND_TRIPS * self._round_trip), MAX_TIMEOUT_S)
 
     def find_failure(self, peer: str) -> str:
         """Why the last call of ``peer`` failed; empty if it did not."""
@@ -188,9 +201,10 @@ class RendezvousClient:
                 continue  # replace the idle connection
             except (OSError, EOFError) as error:
                 self.is_registered = False
-                text = f"can't register at the rendezvous {self.address.place}: "
-                text += self._explain(error)
-                log.log(logging.DEBUG if failures else logging.WARNING, "%s", text)
+                text = f"the rendezvous {self.address.place} {self._explain(error)}"
+                log.debug("%s", text)
+                if failures == _FAILURES_TO_REPORT:
+                    self.on_problem(text)
                 await asyncio.sleep(_RETRY_S[min(failures, len(_RETRY_S) - 1)])
                 failures += 1
                 continue
@@ -206,7 +220,10 @@ class RendezvousClient:
         Raises:
             OSError, EOFError: The rendezvous is unreachable.
         """
+        loop = asyncio.get_running_loop()
+        began = loop.time()
         stream = await connect_any([self.address.host], self.address.port)
+        self._round_trip = loop.time() - began
         try:
             nonce = await stream[0].readexactly(NONCE_BYTES)
             secret = self.address.secret

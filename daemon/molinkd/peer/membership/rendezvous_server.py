@@ -36,7 +36,7 @@ from molinkd.peer.membership.relay_server import (
     MeetingServer,
     RelaySession,
 )
-from molinkd.splice import Stream, splice_streams
+from molinkd.splice import Stream, listen_on_free_port, splice_streams
 
 log = logging.getLogger(__name__)
 
@@ -71,17 +71,11 @@ class RendezvousServer(MeetingServer):
         Raises:
             PortInUse: the port isn't free.
         """
-        dual = not host and socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if dual or ":" in host else socket.AF_INET
+        everywhere = "::" if socket.has_dualstack_ipv6() else ""
         try:
-            listener = socket.create_server(
-                (host, port), family=family, backlog=_BACKLOG, dualstack_ipv6=dual
-            )
+            listener = listen_on_free_port(host or everywhere, port, 1, _BACKLOG)
         except OSError as error:
-            raise PortInUse(
-                f"can't listen on port {port}: {error}. Choose one with --port"
-            ) from None
-        listener.setblocking(False)
+            raise PortInUse(f"can't listen on port {port}: {error} (--port)") from None
         self._accept_from(listener)
         return self.port
 

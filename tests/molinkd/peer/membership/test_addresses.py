@@ -11,6 +11,9 @@ from molinkd.peer.membership.addresses import (
 def test_ranking() -> None:
     found = ["127.0.0.1", "169.254.3.4", "172.17.0.1", "192.168.1.5"]
     assert rank_addresses(found, "192.168.1.5") == ("192.168.1.5", "172.17.0.1")
+    found = ["fd00::2", "fe80::1", "::1", "172.17.0.1", "2001:4860::7", "192.168.1.5"]
+    public = ("192.168.1.5", "2001:4860::7", "fd00::2", "172.17.0.1")
+    assert rank_addresses(found, "192.168.1.5") == public
     assert rank_addresses(["127.0.0.1"], None) == ("127.0.0.1",)
     assert len(rank_addresses([f"10.0.0.{n}" for n in range(20)], None)) == 8
 

@@ -207,6 +207,32 @@ async def test_a_coordinator_with_another_key(net: Net) -> None:
         await join_swarm(net.context, KeyPair.generate(), token, "pc")
 
 
+async def test_ways_are_tried_side_by_side(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Addresses that don't answer cost no time."""
+    monkeypatch.setattr("molinkd.peer.membership.joining._CONNECT_TIMEOUT_S", 1e6)
+    monkeypatch.setattr("molinkd.peer.membership.joining._JOIN_TIMEOUT_S", 1e6)
+    good = Refusing(net).token
+    dead = ("127.77.0.1:9", "127.77.0.2:9", "127.77.0.3:9")
+    token = msgspec.structs.replace(good, addresses=(*dead, *good.addresses))
+    joined = await join_swarm(net.context, KeyPair.generate(), token, "pc")
+    assert joined.addresses == token.addresses
+
+
+async def test_each_way_says_why_it_failed(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("molinkd.peer.membership.joining._JOIN_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("molinkd.peer.membership.joining._CONTACT_DELAY_S", 0.0)
+    token = msgspec.structs.replace(
+        make_token("127.77.0.1:9"),
+        contact_points=(ContactPoint(net.keys.public, ("127.77.0.2:9",)),),
+    )
+    with pytest.raises(Unavailable) as caught:
+        await join_swarm(net.context, KeyPair.generate(), token, "pc")
+    text = str(caught.value)
+    assert "127.77.0.1:9 refuses connections, 127.77.0.2:9 refuses connections" in text
+    assert "`molink rendezvous`" in text
+    assert "\n" not in text
+
+
 async def test_no_reply(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("molinkd.peer.membership.joining._JOIN_TIMEOUT_S", 0.2)
     with pytest.raises(Unavailable, match="can't join"):
