@@ -250,8 +250,14 @@ class RelayPlanner:
         return by in self._peers and to in self._peers and to in self._peers[by].unreachable
 
     def _has_better(self, pair: Pair) -> bool:
-        """Whether a member that has not failed can relay instead of the rendezvous."""
-        return self._relays[pair].relay_peer not in self._peers and any(
+        """Whether a member that has not failed can relay instead of the rendezvous.
+
+        Not for connections that have left it: they would break.
+        """
+        relay = self._relays[pair]
+        if relay.relay_peer in self._peers or relay.is_punched:
+            return False
+        return any(
             one in self._peers and (pair, one) not in self._exclusions
             for one in self._find_relays(pair)
         )
@@ -271,7 +277,7 @@ class RelayPlanner:
             for one in (*self._peers, self._peers[pair[0]].rendezvous)
             if self._can_relay(pair, one)
             and not self._is_excluded(pair, one)
-            and self._relay_count(one) < MAX_OF_PEER
+            and (one not in self._peers or self._relay_count(one) < MAX_OF_PEER)
         ]
 
     def _is_excluded(self, pair: Pair, through: str) -> bool:

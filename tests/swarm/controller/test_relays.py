@@ -60,9 +60,10 @@ class Swarm:
         latency: float | None = None,
         relayed: bool = False,
         failed: int = 0,
+        punched: bool = False,
     ) -> list[RelayAction]:
         tried = ConnectionTriedEvent(by, to, ok, latency)
-        return self._handle(RouteTriedEvent(tried, relayed, failed_relay=failed))
+        return self._handle(RouteTriedEvent(tried, relayed, punched, failed))
 
     def opened(self, peer: str, id: int, port: int = 5479) -> list[RelayAction]:
         return self._handle(RelayOpenedEvent(peer, RelayOpened(id=id, port=port)))
@@ -169,6 +170,28 @@ def test_a_member_is_better_than_the_rendezvous() -> None:
     assert swarm.relays.relay_peers == {("a", "b"): PLACE}
     swarm.wait(FIRST_EXCLUSION + 1)
     assert swarm.relays.relay_peers == {("a", "b"): PLACE}
+
+
+def test_connections_that_have_left_the_rendezvous_stay() -> None:
+    swarm = Swarm("hub")
+    for one in ("a", "b"):
+        swarm.offer(one, meets=PLACE)
+    swarm.tried("a", "b", False)
+    swarm.tried("a", "b", True, 0.1, relayed=True, punched=True)
+    for one in "ab":
+        assert swarm.tried(one, "hub", True, 0.2) == []
+    assert swarm.relays.relay_peers == {("a", "b"): PLACE}
+
+
+def test_a_rendezvous_relays_for_all_pairs() -> None:
+    swarm, names = Swarm(), "abcdefg"
+    for one in names:
+        swarm.offer(one, meets=PLACE)
+    pairs = list(itertools.permutations(names, 2))
+    for pair in pairs:
+        swarm.tried(*pair, False)
+    assert len(pairs) > MAX_OF_PEER
+    assert swarm.relays.relay_peers == dict.fromkeys(pairs, PLACE)
 
 
 def test_a_rendezvous_that_passes_nothing_on_is_replaced() -> None:
