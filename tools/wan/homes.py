@@ -137,6 +137,10 @@ class Homes(Rig):
         super().close()
         self._inner.remove()
 
+    def router(self, index: int) -> str:
+        """The name of the namespace of a home's router, or of its only PC."""
+        return self._chains[index][-2 if len(self._chains[index]) > 1 else -1]
+
     def namespace(self, index: int) -> str:
         """The name of the namespace of a home's PC."""
         return self._chains[index][-1]

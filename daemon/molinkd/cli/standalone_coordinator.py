@@ -11,7 +11,7 @@ from molink.wire.sockets.event_loop import EventLoop
 from molink.wire.sockets.key_pair import KeyPair
 from molinkd.peer.election.coordinator_process import create_coordinator_process
 from molinkd.peer.home import Home, HomeLock
-from molinkd.peer.membership.addresses import local_dial_host
+from molinkd.peer.membership.addresses import advertised_addresses, local_dial_host
 from molinkd.peer.membership.membership_record import MembershipRecord, read_membership
 from molinkd.peer.settings import Settings
 from molinkd.platform import until_terminated
@@ -22,6 +22,10 @@ class _CoordinatorHost:
     settings: Settings
     home: Home
     keys: KeyPair
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        return advertised_addresses(self.settings.host, self.settings.advertise)
 
 
 def run_coordinator(home: Home, settings: Settings) -> None:

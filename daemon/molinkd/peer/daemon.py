@@ -60,6 +60,7 @@ from molinkd.peer.membership.membership_record import (
     choose_membership,
     read_membership,
 )
+from molinkd.peer.membership.port_mapper import PortMapper
 from molinkd.peer.membership.rendezvous_client import RendezvousClient, open_rendezvous
 from molinkd.peer.node import Node
 from molinkd.peer.resources import Resources
@@ -153,7 +154,7 @@ class Daemon:
         context = zmq.asyncio.Context()
         stack.callback(context.destroy, linger=0)
         rendezvous = self._open_rendezvous(stack, keys, chosen or record)
-        resources = self._open_control(stack, context, repository, rendezvous)
+        resources = await self._open_control(stack, context, repository, rendezvous)
         membership = await self._find_membership(context, keys, chosen, record)
         if membership is not None:
             text = str(rendezvous.address) if rendezvous is not None else ""
@@ -210,6 +211,23 @@ class Daemon:
                 ProblemReportedEvent(text=text)
             )
         return self._rendezvous
+
+    async def _map_ports(self, stack: AsyncExitStack) -> PortMapper | None:
+        """Have the router forward this PC's ports, if it shall."""
+        settings = self._settings
+        if not settings.port_mapping:
+            return None
+        coordinator = 0 if self._launch.pc else settings.coordinator_port
+        mapper = PortMapper(
+            [port for port in (coordinator, settings.control_port, *settings.member_ports) if port]
+        )
+        stack.push_async_callback(mapper.close)
+        await mapper.start()
+        if mapper.failure:
+            self._announce(
+                ProblemReportedEvent(text=f"the router forwards no ports: {mapper.failure}")
+            )
+        return mapper
 
     def _make_bootstrap(
         self, launch: Launch, keys: KeyPair, repository: ModelRepository
@@ -380,7 +398,7 @@ class Daemon:
         draft = self._draft_model
         return measured if draft is None else draft.reserve_memory(measured, self._settings)
 
-    def _open_control(
+    async def _open_control(
         self,
         stack: AsyncExitStack,
         context: zmq.asyncio.Context,
@@ -425,6 +443,7 @@ class Daemon:
             self._transfers,
             self._launch.pc,
             rendezvous,
+            await self._map_ports(stack),
         )
 
     async def _start_node(

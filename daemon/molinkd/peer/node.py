@@ -64,7 +64,6 @@ from molinkd.peer.launch import (
     StageStatusChangedEvent,
     TransfersChangedEvent,
 )
-from molinkd.peer.membership.addresses import advertised_addresses
 from molinkd.peer.membership.peer_directory import PeerDirectory
 from molinkd.peer.membership.peer_prober import ProbeResult, can_connect
 from molinkd.peer.membership.relayed_routes import RelayController, RelayedRoutes
@@ -301,7 +300,7 @@ class Node:
             name=settings.name,
             version=speaks.version,
             protocol=speaks.protocol,
-            addresses=advertised_addresses(settings.host, settings.advertise),
+            addresses=self._resources.addresses,
             control_port=self._resources.server.port,
             api_address=self._api_url(),
             daemon_pid=os.getpid(),

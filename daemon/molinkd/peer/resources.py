@@ -14,6 +14,8 @@ from molinkd.peer.artifacts.model_repository import ModelRepository
 from molinkd.peer.artifacts.transfers import Transfers
 from molinkd.peer.home import Home
 from molinkd.peer.launch import Announce
+from molinkd.peer.membership.addresses import MAX_ADDRESSES, advertised_addresses
+from molinkd.peer.membership.port_mapper import PortMapper
 from molinkd.peer.membership.rendezvous_client import RendezvousClient
 from molinkd.peer.settings import Settings
 
@@ -36,8 +38,17 @@ class Resources:
     pc: str = ""
     #: This PC at its rendezvous, if it has one.
     rendezvous: RendezvousClient | None = None
+    #: Ports of this PC that its router forwards, if it is asked to.
+    port_mapper: PortMapper | None = None
 
     @property
     def me(self) -> str:
         """This peer's id."""
         return derive_peer_id(self.keys.public)
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Addresses at which other PCs may reach this one, best first."""
+        found = advertised_addresses(self.settings.host, self.settings.advertise)
+        public = "" if self.port_mapper is None else self.port_mapper.address
+        return (*found[: MAX_ADDRESSES - 1], public) if public else found

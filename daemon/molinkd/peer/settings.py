@@ -80,6 +80,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     #: Whether the leader announces the swarm on the local network and accepts pairing requests, and
     #: ``molink join`` without a token scans for swarms.
     discovery: bool = True
+    #: Whether to ask the router to forward this PC's ports (PCP, NAT-PMP).
+    port_mapping: bool = False
     #: Where peers behind routers meet, ``SECRET@HOST:PORT``; empty means that of the token.
     rendezvous: Annotated[str, msgspec.Meta(max_length=256)] = ""
     #: Pairing port, or the next free one below it.
@@ -188,6 +190,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         first: int = getattr(self, name)
         tried = 1 if name in self.chosen_ports or not first else MAX_PORTS_TRIED
         return first, min(65536, first + tried)
+
+    @property
+    def member_ports(self) -> tuple[int, ...]:
+        """Worker ports that only members dial: all but the pairing port, which asks for no key."""
+        first, last = self.worker_ports
+        kept = self.pairing_port if self.discovery else 0
+        return tuple(port for port in range(first, last + 1) if first and port != kept)
 
     @property
     def devices(self) -> tuple[str, ...]:

@@ -15,7 +15,6 @@ from molink.swarm.election.events import StartCoordinatorAction
 from molink.wire.sockets.key_pair import KeyPair
 from molinkd.child_process import ChildProcess, exit_text
 from molinkd.peer.home import Home
-from molinkd.peer.membership.addresses import advertised_addresses
 from molinkd.peer.membership.membership_record import MembershipRecord
 from molinkd.peer.settings import Settings
 from molinkd.tasks import cancel_tasks
@@ -61,6 +60,8 @@ class CoordinatorHost(Protocol):
     def home(self) -> Home: ...
     @property
     def keys(self) -> KeyPair: ...
+    @property
+    def addresses(self) -> tuple[str, ...]: ...
 
 
 class CoordinatorProcess:
@@ -222,7 +223,7 @@ def create_coordinator_process(
             options += ["--swarm", membership.swarm]
         if settings.discovery:
             options += ["--pairing-port", str(settings.pairing_port)]
-        for address in advertised_addresses(settings.host, settings.advertise):
+        for address in host.addresses:
             options += ["--address", address]
         options += once
         once.clear()

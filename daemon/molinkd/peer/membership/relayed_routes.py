@@ -420,7 +420,7 @@ class RelayController:
             self._report_relay,
             resources.me,
         )
-        self._relay = RelayServer(settings.host, settings.worker_ports[1])
+        self._relay = RelayServer(settings.host, max(settings.member_ports, default=0))
 
     def on_message(self, message: ControlMessage) -> bool:
         """Handle an order; returns whether it is about relays."""
