@@ -32,6 +32,9 @@ if shutil.which("nvidia-smi") is None:
 # As in a terminal where .venv is activated: hints say `molink`, not its path.
 os.environ["PATH"] = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
 
+# Tests expect English.
+os.environ["LANGUAGE"] = "en"
+
 # Otherwise each process that a test starts would compile all of molink again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False

@@ -3,6 +3,8 @@
 import ast
 import functools
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -237,3 +239,17 @@ def test_the_table_of_releases_names_the_present_numbers() -> None:
     first, *_ = re.findall(r"^\| [^|]+ \| (\d+) \| (\d+) \| ([\d, ]+) \|$", text, re.MULTILINE)
     assert first == (str(PROTOCOL), str(SCHEMA_VERSION), ", ".join(map(str, sorted(UPGRADES))))
     assert sorted(UPGRADES) == list(range(min(UPGRADES), SCHEMA_VERSION)), "no gap"
+
+
+def test_no_word_is_misspelt() -> None:
+    """In code, tests and documents, as codespell knows misspellings."""
+    folders = ("configs", "daemon", "deploy", "docs", "examples", "molink", "tests", "tools")
+    files = [path.name for path in ROOT.glob("*.*") if path.suffix in (".md", ".ps1", ".sh")]
+    ended = subprocess.run(
+        [sys.executable, "-m", "codespell_lib", *folders, *sorted(files)],
+        cwd=ROOT,
+        capture_output=True,
+        encoding="utf-8",
+        check=False,
+    )
+    assert (ended.stdout, ended.stderr, ended.returncode) == ("", "", 0)

@@ -47,6 +47,7 @@ COMPUTING = ("molink.stage", "molinkd.worker")
 
 #: Needed by tools and tests without being imported.
 TEST_TOOLS = {
+    "codespell",
     "import-linter",
     "mypy",
     "pytest-asyncio",

@@ -1,6 +1,7 @@
 """Differences between operating systems."""
 
 import contextlib
+import locale
 import os
 import signal
 import subprocess
@@ -85,6 +86,10 @@ if sys.platform == "win32":
 
         return forget
 
+    def user_language() -> str:
+        """The language of this user's Windows, such as ``de_DE``; empty if it is unknown."""
+        return locale.windows_locale.get(ctypes.windll.kernel32.GetUserDefaultUILanguage(), "")
+
     def _own_group() -> dict[str, Any]:
         flags = subprocess.CREATE_NO_WINDOW | subprocess.CREATE_NEW_PROCESS_GROUP
         return {"creationflags": flags}
@@ -106,6 +111,10 @@ else:
 
     def _on_console_end(callback: Callable[[], None]) -> Callable[[], None]:
         return lambda: None
+
+    def user_language() -> str:
+        """Unknown but for the environment's variables."""
+        return ""
 
     def _own_group() -> dict[str, Any]:
         return {"start_new_session": True}

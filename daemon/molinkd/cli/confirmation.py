@@ -7,6 +7,7 @@ import typer
 
 from molink.errors import UsageError
 from molink.plaintext import printable
+from molinkd.cli.translation import tr
 
 YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 
@@ -30,8 +31,8 @@ def confirm_action(question: str, *, yes: bool, is_final: bool = False) -> None:
         return
     if not is_terminal():
         if is_final:
-            raise UsageError(f"{question} Without a terminal, --yes says so")
+            raise UsageError(tr("{question} Without a terminal, --yes says so", question=question))
         return
     if not typer.confirm(printable(question)):
-        print("Nothing was changed.")
+        print(tr("Nothing was changed."))
         raise typer.Exit(1)

@@ -10,6 +10,7 @@ from molink.swarm.membership.sanitize import quote_name
 from molink.wire.messages.instructions import PendingPairing
 from molinkd.cli.pairing_prompt import PairingPrompt, TypedLines
 from molinkd.cli.transfer_line import TransferLine
+from molinkd.cli.translation import tr
 from molinkd.peer.launch import (
     AnyDaemonEvent,
     DaemonStartedEvent,
@@ -51,11 +52,7 @@ class DaemonConsole:
         """Print one event."""
         match event:
             case ModelFoundEvent():
-                text = " (text only; images are not supported)" if event.is_text_only else ""
-                if event.adapters:
-                    text += f" with {escape(', '.join(event.adapters))}"
-                named = f"[bold]{escape(event.model)}[/bold]{text}"
-                self._print_markup(f"Serving {named} from {escape(event.path)}")
+                self._show_model(event)
             case DaemonStartedEvent():
                 self._show_listening(event)
             case SwarmOpenedEvent():
@@ -63,60 +60,83 @@ class DaemonConsole:
             case PairingsChangedEvent():
                 self._show_pairings(event)
             case StageStatusChangedEvent():
-                self._print_markup(f"This PC: {escape(event.text)}")
+                self._print_markup(tr("This PC: {state}", state=escape(event.text)))
             case TransfersChangedEvent():
                 self._transfers.show_transfers(event.transfers)
             case ModelReadinessChangedEvent(ready=True):
-                self._print_markup(f"[green]{escape(event.model)} is ready.[/green]")
+                text = tr("{model} is ready.", model=escape(event.model))
+                self._print_markup(f"[green]{text}[/green]")
             case ModelReadinessChangedEvent():
-                text = (
-                    f"{escape(event.model)} is interrupted; requests wait until it is ready again."
+                text = tr(
+                    "{model} is interrupted; requests wait until it is ready again.",
+                    model=escape(event.model),
                 )
                 self._print_markup(f"[yellow]{text}[/yellow]")
             case ModelUnavailableEvent():
                 model, reason = escape(event.model), escape(event.reason)
-                self._print_markup(f"[yellow]{model} is not available yet: {reason}[/yellow]")
+                text = tr("{model} is not available yet: {reason}", model=model, reason=reason)
+                self._print_markup(f"[yellow]{text}[/yellow]")
             case ProblemReportedEvent():
-                self._print_markup(f"[red]error: {escape(event.text)}[/red]")
+                self._print_markup(f"[red]{tr('error')}: {escape(event.text)}[/red]")
 
     def print_text(self, text: str) -> None:
         """Print a line."""
         self._print_markup(escape(text))
+
+    def _show_model(self, event: ModelFoundEvent) -> None:
+        name = f"[bold]{escape(event.model)}[/bold]"
+        if event.is_text_only:
+            name = tr("{model} (text only; images are not supported)", model=name)
+        if event.adapters:
+            adapters = escape(", ".join(event.adapters))
+            name = tr("{model} with {adapters}", model=name, adapters=adapters)
+        self._print_markup(tr("Serving {model} from {path}", model=name, path=escape(event.path)))
 
     def _show_pairings(self, event: PairingsChangedEvent) -> None:
         """Announce new pairing requests."""
         for one in event.pairings:
             if one not in self._shown_pairings:
                 name, address = escape(quote_name(one.name)), escape(one.address)
-                action = "type the code here, or run" if self._pairing_prompt is not None else "run"
-                self._print_markup(
-                    f"\n[bold]{name}[/bold] ({address}) wants to join with code "
-                    f"[bold]{escape(one.code)}[/bold]. If that PC shows the same code, "
-                    f"{action}\n\n  "
-                    f"{escape(self._format_command(f'approve {one.code}').strip('`'))}\n"
+                action = tr("If that PC shows the same code, run")
+                if self._pairing_prompt is not None:
+                    action = tr("If that PC shows the same code, type it here, or run")
+                text = tr(
+                    "{pc} ({address}) wants to join with code {code}.",
+                    pc=f"[bold]{name}[/bold]",
+                    address=address,
+                    code=f"[bold]{escape(one.code)}[/bold]",
                 )
+                command = escape(self._format_command(f"approve {one.code}").strip("`"))
+                self._print_markup(f"\n{text} {action}\n\n  {command}\n")
         self._shown_pairings = event.pairings
         if self._pairing_prompt is not None:
             self._pairing_prompt.set_pending(pending=bool(event.pairings))
 
     def _show_listening(self, event: DaemonStartedEvent) -> None:
-        ends = ". Ctrl-C stops it" if self._foreground else ""
-        self._print_markup(f"{escape(event.name)} is in swarm {escape(event.swarm)}{ends}.")
-        manage = escape(self._format_command("page"))
+        text = tr("{pc} is in swarm {swarm}.", pc=escape(event.name), swarm=escape(event.swarm))
+        ends = f" {tr('Ctrl-C stops it.')}" if self._foreground else ""
+        self._print_markup(text + ends)
         self._print_markup(
-            f"Chat endpoint: [bold]{event.endpoint}/v1[/bold] (page: {event.endpoint}/; {manage} "
-            "prints its address for managing the swarm)"
+            tr(
+                "Chat endpoint: {url} (page: {page}; {command} prints its address for managing the "
+                "swarm)",
+                url=f"[bold]{event.endpoint}/v1[/bold]",
+                page=f"{event.endpoint}/",
+                command=escape(self._format_command("page")),
+            )
         )
 
     def _show_opened(self, event: SwarmOpenedEvent) -> None:
         """Say how to add a PC, without a token: it would stay on the screen."""
-        invite = f"{self._format_command('invite')} prints a token"
+        invite = self._format_command("invite")
+        text = tr("To add a PC, {command} prints a token for it.", command=invite)
         if event.discovery:
-            text = "install molink there and run `molink join`: the PCs compare a code"
-            text += f". {invite} for a PC of another network"
-        else:
-            text = f"{invite} for it"
-        self._print_markup(f"\nTo add a PC, {escape(text)}.\n")
+            text = tr(
+                "To add a PC, install molink there and run `molink join`: the PCs compare a code. "
+                "{command} prints a token for a PC of another network.",
+                command=invite,
+            )
+        self._print_markup(f"\n{escape(text)}\n")
 
     def _print_markup(self, text: str) -> None:
         self._transfers.clear_line()

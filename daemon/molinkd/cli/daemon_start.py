@@ -14,6 +14,7 @@ from molinkd.cli import daemon_client
 from molinkd.cli.confirmation import is_terminal
 from molinkd.cli.daemon_console import DaemonConsole
 from molinkd.cli.join_verbs import resolve_token
+from molinkd.cli.translation import tr
 from molinkd.peer.frontend.api_endpoint import api_settings
 from molinkd.peer.home import Home
 from molinkd.peer.launch import (
@@ -73,7 +74,7 @@ def start_daemon(
     )
     as_before = {name: value for name, value in remembered.items() if name not in options}
     if as_before:
-        console.print_text(f"Using saved options: {format_options(as_before)}")
+        console.print_text(tr("Using saved options: {options}", options=format_options(as_before)))
 
     def show(event: AnyDaemonEvent) -> None:
         if isinstance(event, DaemonStartedEvent):
@@ -92,9 +93,14 @@ def start_daemon(
         raise
     if background:
         console.print_text(
-            f"Running in the background (process {pid}). {home.format_command('status')} "
-            f"shows the swarm, {home.format_command('logs')} the logs; "
-            f"{home.format_command('down')} stops it."
+            tr(
+                "Running in the background (process {pid}). {status} shows the swarm, {logs} the "
+                "logs; {down} stops it.",
+                pid=pid,
+                status=home.format_command("status"),
+                logs=home.format_command("logs"),
+                down=home.format_command("down"),
+            )
         )
 
 
@@ -110,8 +116,11 @@ def _check_advertised_addresses(settings: Settings) -> None:
     for address in settings.advertise:
         if not is_reachable_name(address):
             raise UsageError(
-                f"`advertise` takes addresses without ports, not {address!r}: other PCs use "
-                "several ports"
+                tr(
+                    "`advertise` takes addresses without ports, not {address!r}: other PCs use "
+                    "several ports",
+                    address=address,
+                )
             )
 
 
@@ -131,7 +140,11 @@ def _unset_hint(error: str, remembered: Mapping[str, Any], home: Home) -> str:
         words = r"\badapters?\b" if name == "adapters" else rf"{option}\b"
         if re.search(words, error):
             forget = home.format_command(f"config unset {name}")
-            return f" ({option} is a saved option; {forget} removes it)"
+            return tr(
+                " ({option} is a saved option; {command} removes it)",
+                option=option,
+                command=forget,
+            )
     return ""
 
 
@@ -158,7 +171,8 @@ def _start_detached(launch: Launch, home: Home, show: Announce) -> int:
             raise
         except EOFError:
             how = exit_text(child.wait())
-            raise MolinkError(f"the daemon {how} during startup; see {home.logs}") from None
+            text = tr("the daemon {how} during startup; see {folder}", how=how, folder=home.logs)
+            raise MolinkError(text) from None
     return child.pid
 
 

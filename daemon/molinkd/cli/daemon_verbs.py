@@ -15,6 +15,7 @@ from molinkd.cli.daemon_options import JoinOptions, UpOptions, expand_options
 from molinkd.cli.hide_token import hide_token
 from molinkd.cli.join_verbs import parse_address
 from molinkd.cli.swarm_verbs import HomeOption
+from molinkd.cli.translation import tr
 
 
 @expand_options
@@ -37,7 +38,7 @@ def join(options: JoinOptions, home: HomeOption = None) -> None:
     elif options.token is not None and parse_address(options.token) is None:
         hide_token(options.token)
     if options.token is not None and not options.token.strip():
-        raise UsageError("the token is empty: paste a token from `molink invite`")
+        raise UsageError(tr("the token is empty: paste a token from `molink invite`"))
     _start_daemon(options, home)
 
 

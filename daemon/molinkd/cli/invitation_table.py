@@ -11,6 +11,7 @@ from rich.text import Text
 from molink.plaintext import printable
 from molink.wire.messages.admin import RevokeReply
 from molinkd.cli.installation.kinds import Kind, find_installation
+from molinkd.cli.translation import tr
 from molinkd.peer.command_line import join_instructions
 
 #: Names in a sentence.
@@ -24,16 +25,20 @@ def invitation_text(
 
     ``kind`` is how molink is installed here, and so probably there too.
     """
-    begin, more = f"To add up to {uses} PCs", ""
-    if uses == 1:
-        begin, more = (
-            "To add a PC",
-            f" ({format_command('invite')} prints a token for another PC)",
+    command, in_clone = f"  molink join {token}", (kind or find_installation().kind) == "clone"
+    text = tr("To add up to {uses} PCs, install molink there and run this:", uses=uses)
+    if in_clone:
+        command = join_instructions(token)
+        text = tr(
+            "To add up to {uses} PCs, install molink there and run this in its folder:", uses=uses
         )
-    if (kind or find_installation().kind) != "clone":
-        return f"{begin}, install molink there and run this{more}:\n\n  molink join {token}"
-    command = join_instructions(token)
-    return f"{begin}, install molink there and run this in its folder{more}:\n\n{command}"
+    if uses == 1:
+        text = tr("To add a PC, install molink there and run this")
+        if in_clone:
+            text = tr("To add a PC, install molink there and run this in its folder")
+        invite = format_command("invite")
+        text += tr(" ({command} prints a token for another PC):", command=invite)
+    return f"{text}\n\n{command}"
 
 
 def show_invitations(
@@ -43,22 +48,23 @@ def show_invitations(
     """Print all invitations, oldest first."""
     console = Console(highlight=False)
     if not invitations:
-        console.print(
-            f"There are no invitations; {format_command('invite')} creates one.", markup=False
-        )
+        invite = format_command("invite")
+        text = tr("There are no invitations; {command} creates one.", command=invite)
+        console.print(text, markup=False)
         return
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for column in ("id", "made", "by", "expires", "uses left", "used by"):
-        table.add_column(column, no_wrap=column == "id")
+    table.add_column(tr("id"), no_wrap=True)
+    for column in (tr("made"), tr("by"), tr("expires"), tr("uses left"), tr("used by")):
+        table.add_column(column)
     for one in invitations:
         used = ", ".join(f"{use['name']} ({_format_time(use['at'])})" for use in one["used"])
         cells = (
             one["id"],
             _format_time(one["created"]),
             one["creator"]["name"],
-            _format_time(one["expires"]) if one["expires"] else "never",
-            f"{one['left']} of {one['uses']}",
-            used or "nobody",
+            _format_time(one["expires"]) if one["expires"] else tr("never"),
+            tr("{left} of {uses}", left=one["left"], uses=one["uses"]),
+            used or tr("nobody"),
         )
         table.add_row(*(Text(printable(str(cell))) for cell in cells))
     console.print(table)
@@ -66,17 +72,18 @@ def show_invitations(
 
 def remaining_text(ended: RevokeReply) -> str:
     """Return sentences about members that a revocation concerns too; empty if none."""
-    text = (
-        f" PCs that it let in are out too: {_join(ended.ended_peers)}." if ended.ended_peers else ""
-    )
+    text = ""
+    if ended.ended_peers:
+        text += tr(" PCs that it let in are out too: {pcs}.", pcs=_join(ended.ended_peers))
     if ended.kept_peers:
-        text += f" PCs that joined with the same invitation stay: {_join(ended.kept_peers)}."
+        stay = _join(ended.kept_peers)
+        text += tr(" PCs that joined with the same invitation stay: {pcs}.", pcs=stay)
     return text
 
 
 def _join(names: Sequence[str]) -> str:
     rest = len(names) - _MAX_NAMED
-    return ", ".join([*names[:_MAX_NAMED], *([f"{rest} more"] if rest > 0 else [])])
+    return ", ".join([*names[:_MAX_NAMED], *([tr("{count} more", count=rest)] if rest > 0 else [])])
 
 
 def _format_time(unix: float) -> str:

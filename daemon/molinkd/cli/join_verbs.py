@@ -16,6 +16,7 @@ from molink.swarm.membership.pairing import CODE_DIGITS, normalize_code
 from molink.swarm.membership.sanitize import quote_name
 from molinkd.cli.confirmation import is_terminal
 from molinkd.cli.swarm_verbs import HomeOption
+from molinkd.cli.translation import tr
 
 if TYPE_CHECKING:
     from molink.swarm.membership.discovery import DiscoveredSwarm
@@ -50,28 +51,41 @@ def approve(
     place = Home.find_home(home)
     if code is None:
         if refuse:
-            raise UsageError("--refuse needs the code of the PC to reject")
+            raise UsageError(tr("--refuse needs the code of the PC to reject"))
         pairings = daemon_client.fetch_pairings(place)
         if as_json:
             print(json.dumps(pairings, indent=2))
             return
         for one in pairings:
             ago = max(0, round(time.time() - one["since"]))
-            text = f"{one['code']}  {quote_name(one['name'])} ({one['address']}), for {ago} s"
+            text = tr(
+                "{code}  {pc} ({address}), for {seconds} s",
+                code=one["code"],
+                pc=quote_name(one["name"]),
+                address=one["address"],
+                seconds=ago,
+            )
             print(printable(text))
         if pairings:
             command = place.format_command("approve CODE")
-            print(printable(f"{command} approves a PC if it shows the same code."))
+            text = tr("{command} approves a PC if it shows the same code.", command=command)
+            print(printable(text))
         else:
-            print("No PC is waiting. Run `molink join` on the new PC.")
+            print(tr("No PC is waiting. Run `molink join` on the new PC."))
         return
     if normalize_code(code) is None:
-        raise UsageError(f"a code has {CODE_DIGITS} digits, such as 4827-1931, not {code!r}")
+        text = tr(
+            "a code has {digits} digits, such as 4827-1931, not {code!r}",
+            digits=CODE_DIGITS,
+            code=code,
+        )
+        raise UsageError(text)
     name = daemon_client.decide_pairing(place, code, refuse=refuse)
     if as_json:
         print(json.dumps({"name": name, "admitted": not refuse}))
     else:
-        print(f"{quote_name(name)} {'was rejected' if refuse else 'joined'}.")
+        pc = quote_name(name)
+        print(tr("{pc} was rejected.", pc=pc) if refuse else tr("{pc} joined.", pc=pc))
 
 
 def parse_address(text: str) -> "tuple[str, int] | None":
@@ -93,7 +107,7 @@ def parse_address(text: str) -> "tuple[str, int] | None":
     if is_word and (host.startswith(TOKEN_PREFIX) or len(host) > _MAX_LABEL):
         return None
     if port is not None and not 0 < int(port) < 65536:
-        raise UsageError(f"{port} is not a valid port")
+        raise UsageError(tr("{port} is not a valid port", port=port))
     return host.strip("[]"), int(port or PAIRING_PORT)
 
 
@@ -121,16 +135,16 @@ def resolve_token(
         place, settings, address, swarm
     ):
         return None
-    nothing = (
-        "no swarm found on this network. Is `molink up` running, and do the firewalls of "
-        "both PCs allow UDP port 5353 and TCP ports 5466 to 5479? Otherwise run "
-        f"{place.format_command('join HOST')} with the address of the PC that leads it, or paste a "
-        "token from `molink invite`"
+    nothing = tr(
+        "no swarm found on this network. Is `molink up` running, and do the firewalls of both PCs "
+        "allow UDP port 5353 and TCP ports 5466 to 5479? Otherwise run {command} with the address "
+        "of the PC that leads it, or paste a token from `molink invite`",
+        command=place.format_command("join HOST"),
     )
     if is_terminal():
         if settings.discovery:
             print(f"{nothing[0].upper()}{nothing[1:]}.")
-        token: str = typer.prompt("Join token", hide_input=True)
+        token: str = typer.prompt(tr("Join token"), hide_input=True)
         return token
     if settings.discovery:
         raise Unavailable(nothing)
@@ -194,9 +208,13 @@ def _find_host(settings: "Settings", host: str, port: int) -> "DiscoveredSwarm":
         addresses = lookup_host(host, settings.host)
     except Unavailable as error:
         raise Unavailable(
-            f"{error}. Give the address that `molink status` shows there, as in `molink join "
-            f"192.168.1.7`; `molink join` alone looks for swarms on this network. A token starts "
-            f"with `{TOKEN_PREFIX}`"
+            tr(
+                "{error}. Give the address that `molink status` shows there, as in `molink join "
+                "192.168.1.7`; `molink join` alone looks for swarms on this network. A token "
+                "starts with `{prefix}`",
+                error=error,
+                prefix=TOKEN_PREFIX,
+            )
         ) from None
     return DiscoveredSwarm("", "", "", addresses, port)
 
@@ -204,42 +222,46 @@ def _find_host(settings: "Settings", host: str, port: int) -> "DiscoveredSwarm":
 def _choose_swarm(settings: "Settings", name_or_id: str | None) -> "DiscoveredSwarm | None":
     from molinkd.peer.membership.discovery import scan_network
 
-    print("Looking for swarms on this network …", flush=True)
+    print(tr("Looking for swarms on this network …"), flush=True)
     found = scan_network(settings.host)
     if name_or_id is not None:
         found = [one for one in found if name_or_id in (one.name, one.swarm)]
     if not found:
         return None
     if len(found) == 1:
-        print(printable(f"Found {_describe_swarm(found[0])}."), flush=True)
+        text = tr("Found {swarm}.", swarm=_describe_swarm(found[0]))
+        print(printable(text), flush=True)
         return found[0]
-    print("Found:")
+    print(tr("Found:"))
     for number, one in enumerate(found, 1):
         print(printable(f"  {number}  {_describe_swarm(one)}"), flush=True)
     if not is_terminal():
         raise UsageError(
-            "several swarms found on this network: choose one with --swarm NAME or its id"
+            tr("several swarms found on this network: choose one with --swarm NAME or its id")
         )
     number = 0
     while not 1 <= number <= len(found):
-        number = typer.prompt(f"Which one (1 to {len(found)})", type=int)
+        number = typer.prompt(tr("Which one (1 to {last})", last=len(found)), type=int)
     return found[number - 1]
 
 
 def _describe_swarm(one: "DiscoveredSwarm") -> str:
-    return f"swarm {one.name} ({one.swarm}) at {', '.join(one.addresses)}"
+    return tr(
+        "swarm {name} ({id}) at {addresses}",
+        name=one.name,
+        id=one.swarm,
+        addresses=", ".join(one.addresses),
+    )
 
 
 def _print_code(code: "PairingCode", name: str) -> None:
-    print(
-        printable(
-            f"\nThis PC ({name}) asks to join swarm {code.name} with code\n\n    "
-            f"{code.code}\n\nOn a PC of the swarm, run `molink approve {code.code}` if it "
-            "shows the same code. Waiting for approval. Ctrl-C cancels.",
-            keep="\n",
-        ),
-        flush=True,
+    asks = tr("This PC ({name}) asks to join swarm {swarm} with code", name=name, swarm=code.name)
+    approve = tr(
+        "On a PC of the swarm, run `molink approve {code}` if it shows the same code. Waiting for "
+        "approval. Ctrl-C cancels.",
+        code=code.code,
     )
+    print(printable(f"\n{asks}\n\n    {code.code}\n\n{approve}", keep="\n"), flush=True)
 
 
 def _undo_join(place: "Home", member: "MembershipRecord") -> None:
@@ -250,8 +272,12 @@ def _undo_join(place: "Home", member: "MembershipRecord") -> None:
     try:
         daemon_client.request_coordinator(place, member, LeaveRequest(ref=0))
     except MolinkError as error:
-        text = f"The swarm could not be notified that this PC does not join ({error})."
-        print(printable(f"{text} If it is your swarm, run `molink revoke` there."))
+        text = tr(
+            "The swarm could not be notified that this PC does not join ({error}). If it is your "
+            "swarm, run `molink revoke` there.",
+            error=error,
+        )
+        print(printable(text))
 
 
 def _confirm_code(code: "PairingCode", place: "Home") -> None:
@@ -259,15 +285,22 @@ def _confirm_code(code: "PairingCode", place: "Home") -> None:
 
     Only the user can tell: an impostor would claim approval too.
     """
-    text = f"Approved by swarm {code.name}."
     if not is_terminal():
-        print(
-            printable(f"{text} This is safe only if {code.code} was shown there too."), flush=True
+        text = tr(
+            "Approved by swarm {swarm}. This is safe only if {code} was shown there too.",
+            swarm=code.name,
+            code=code.code,
         )
+        print(printable(text), flush=True)
         return
-    if not typer.confirm(printable(f"Approved. Did {code.name} show the same code, {code.code}?")):
+    question = tr(
+        "Approved. Did {swarm} show the same code, {code}?", swarm=code.name, code=code.code
+    )
+    if not typer.confirm(printable(question)):
         raise PairingRefused(
-            "this PC did not join: another PC may impersonate the swarm. Run "
-            f"{place.format_command('join')} again and compare the codes, or join with a "
-            "token (`molink invite` prints one)"
+            tr(
+                "this PC did not join: another PC may impersonate the swarm. Run {command} again "
+                "and compare the codes, or join with a token (`molink invite` prints one)",
+                command=place.format_command("join"),
+            )
         )

@@ -6,6 +6,8 @@ from typing import Any
 
 import typer
 
+from molinkd.cli.translation import tr
+
 Command = Callable[..., None]
 
 #: Name, module and function, and help line of each command, in the order of the help.
@@ -76,6 +78,7 @@ _GROUPS = (
 
 COMMAND_NAMES = tuple(name for name, _, _ in _COMMANDS)
 GROUP_NAMES = tuple(name for name, _, _ in _GROUPS)
+GROUP_HELP = tuple(text for _, _, text in _GROUPS)
 
 
 def load_commands(arguments: Sequence[str]) -> Iterator[tuple[str, Command, str]]:
@@ -91,9 +94,9 @@ def add_lazy_groups(app: typer.Typer, arguments: Sequence[str]) -> None:
     """Add the groups; those not in ``arguments`` get a placeholder with their help line."""
     for name, where, text in _GROUPS:
         if name in arguments:
-            app.add_typer(_import_object(where), name=name)
+            app.add_typer(_import_object(where), name=name, help=tr(text))
         else:
-            stand_in = typer.Typer(help=text)
+            stand_in = typer.Typer(help=tr(text))
             stand_in.callback()(_placeholder)
             app.add_typer(stand_in, name=name)
 

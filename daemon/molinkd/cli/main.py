@@ -8,18 +8,19 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, TextIO
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 import molink
 from molink.errors import MolinkError
 from molink.plaintext import printable
 from molinkd.cli.lazy_commands import add_lazy_groups, load_commands
+from molinkd.cli.translation import tr, use_own_language
 
 #: Exit code after Ctrl-C, as in shells.
 INTERRUPTED = 130
 
 #: Order of the sections in the help of a command.
-_PANELS = (
+PANELS = (
     "Arguments",
     "Common",
     "Model",
@@ -30,10 +31,43 @@ _PANELS = (
     "Options",
 )
 
+#: Longest name of an option beside its meaning, in columns.
+_NAME_WIDTH = 30
+
 _HELP = "Pool the PCs you already own into one LLM server."
 
 
-class _Command(TyperCommand):
+def _translate_help(one: Any) -> None:
+    for name in ("help", "short_help"):
+        if getattr(one, name, None):
+            setattr(one, name, tr(getattr(one, name)))
+
+
+class _Translated:
+    """A command whose help is in the user's language."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        _translate_help(self)
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """All options and arguments."""
+        params: list[Any] = super().get_params(ctx)  # type: ignore[misc]
+        for one in params:
+            _translate_help(one)
+        return params
+
+    def format_usage(self, ctx: Any, formatter: Any) -> None:
+        """Write the line of usage."""
+        pieces = self.collect_usage_pieces(ctx)  # type: ignore[attr-defined]
+        formatter.write_usage(ctx.command_path, " ".join(pieces), prefix=tr("Usage: "))
+
+
+class _Group(_Translated, TyperGroup):
+    """All commands."""
+
+
+class _Command(_Translated, TyperCommand):
     """A command whose help groups the options by panel, as plain text of 80 columns."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
@@ -45,15 +79,31 @@ class _Command(TyperCommand):
                 default = "Options" if param.param_type_name == "option" else "Arguments"
                 panel = getattr(param, "rich_help_panel", None) or default
                 sections.setdefault(panel, []).append(record)
-        for panel in sorted(sections, key=_PANELS.index):
-            with formatter.section(panel):
-                formatter.write_dl(sections[panel])
+        for panel in sorted(sections, key=PANELS.index):
+            with formatter.section(tr(panel)):
+                write_rows(formatter, sections[panel])
+
+
+def write_rows(formatter: Any, rows: Sequence[tuple[str, str]]) -> None:
+    """Write options and what they mean; wide characters have no spaces to wrap at."""
+    if "".join(text for _, text in rows).isascii():
+        formatter.write_dl(rows)
+        return
+    from molinkd.cli.plain_table import wrap_text
+
+    indent = " " * formatter.current_indent
+    first = min(_NAME_WIDTH, max(len(name) for name, _ in rows)) + 2
+    margin = f"\n{indent}{'':<{first}}"
+    for name, text in rows:
+        begin = f"{indent}{name:<{first}}" if len(name) <= first - 2 else f"{indent}{name}{margin}"
+        formatter.write(begin + margin.join(wrap_text(text, formatter.width - len(margin))) + "\n")
 
 
 def build_app(arguments: Sequence[str]) -> typer.Typer:
     """Build the command line; slow imports only if ``arguments`` need them."""
     app = typer.Typer(
         name="molink",
+        cls=_Group,
         help=_HELP,
         pretty_exceptions_enable=False,
         # Rich markup would interpret brackets, and its panels need more than 80 columns.
@@ -99,6 +149,7 @@ def use_utf8(streams: Iterable[TextIO | None]) -> None:
 
 def run(arguments: Sequence[str]) -> int:
     """Run a command line; returns the exit code."""
+    use_own_language(arguments)
     try:
         app = build_app([*arguments, *_completion_words(os.environ)])
         code = app(args=list(arguments), prog_name="molink", standalone_mode=False)
@@ -107,7 +158,9 @@ def run(arguments: Sequence[str]) -> int:
     except typer.TyperException as error:  # an unknown command or option, or a malformed value
         text = error.format_message().replace(": Value error, ", ": ")  # pydantic's prefix
         context = getattr(error, "ctx", None)
-        hint = "" if context is None else f" (see `{context.command_path} --help`)"
+        hint = (
+            "" if context is None else tr(" (see `{command} --help`)", command=context.command_path)
+        )
         return _print_error(f"{text.removesuffix('.')}{hint}", error.exit_code)
     except typer.Abort:
         return INTERRUPTED
@@ -117,7 +170,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _print_error(text: str, code: int) -> int:
-    print(printable(f"error: {text}", keep="\n"), file=sys.stderr)
+    print(printable(f"{tr('error')}: {text}", keep="\n"), file=sys.stderr)
     return code
 
 
@@ -137,7 +190,7 @@ def _interruptible(command: Callable[..., None]) -> Callable[..., None]:
         try:
             command(*args, **options)
         except KeyboardInterrupt:
-            print("Stopped.", file=sys.stderr)
+            print(tr("Stopped."), file=sys.stderr)
             raise typer.Exit(INTERRUPTED) from None
 
     return guarded

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from molink.errors import MolinkError
 from molink.swarm.membership.sanitize import quote_name
+from molinkd.cli.translation import tr
 
 #: Maximum length of a line.
 _MAX_CHARACTERS = 256
@@ -116,6 +117,6 @@ class PairingPrompt:
             if line is None or not line.strip():
                 continue
             try:
-                self._say(f"{quote_name(self._approve(line.strip()))} joined.")
+                self._say(tr("{pc} joined.", pc=quote_name(self._approve(line.strip()))))
             except MolinkError as error:
-                self._say(f"error: {error}")
+                self._say(f"{tr('error')}: {error}")

@@ -1,6 +1,6 @@
 """``molink status`` as tables for a terminal of 80 columns."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 from rich.console import Console
 from rich.table import Table
@@ -21,6 +21,7 @@ from molink.swarm.election.terms import epoch_text
 from molink.swarm.membership.sanitize import quote_name
 from molink.wire.messages.peer_reports import TransferState
 from molinkd.cli.transfer_line import transfer_text
+from molinkd.cli.translation import tr
 from molinkd.cli.units import format_size, format_usage
 
 
@@ -41,7 +42,7 @@ def show_status(
     console.print(_pc_table(status))
     for peer in status.peers:
         if peer.reason:
-            say(f"{peer.name} is {peer.reason}", "yellow")
+            say(tr("{pc} is {state}", pc=peer.name, state=peer.reason), "yellow")
         for line in filter(None, map(_loading_text, peer.workers)):
             say(f"{peer.name} {line}")
         for transfer in peer.transfers:
@@ -52,42 +53,53 @@ def show_status(
         say(line)
     for request in status.pairing_requests:
         approve = format_command(f"approve {request.code}")
-        text = f"{quote_name(request.name)} ({request.address}) wants to join: {approve}"
-        say(f"{text} if that PC shows the same code", "yellow")
+        text = tr(
+            "{pc} ({address}) wants to join: {command} if that PC shows the same code",
+            pc=quote_name(request.name),
+            address=request.address,
+            command=approve,
+        )
+        say(text, "yellow")
     if status.revoked:
         revoked = ", ".join(f"{one.name} ({one.id})" for one in status.revoked)
-        say(f"Revoked: {revoked}")
+        say(tr("Revoked: {pcs}", pcs=revoked))
     for cut in status.banned_peers:
-        text = f"{cut.name} ({cut.peer}) was banned by {cut.banned_by}: {cut.reason}"
+        text = tr(
+            "{pc} was banned by {by}: {reason}",
+            pc=f"{cut.name} ({cut.peer})",
+            by=cut.banned_by,
+            reason=cut.reason,
+        )
         say(text, "yellow")
 
 
 def _title_line(status: SwarmStatus, *, demo: bool) -> Text:
     name = f"{status.name} ({status.swarm})" if status.name else status.swarm
-    title = _plain_text(
-        f"Swarm {name}{' (demo)' if demo else ''}, {_models_text(status)}: ", "bold"
-    )
-    ready = ("ready", "bold green") if status.is_ready else ("not ready", "bold red")
+    if demo:
+        name += tr(" (demo)")
+    text = tr("Swarm {name}, {models}: ", name=name, models=_models_text(status))
+    title = _plain_text(text, "bold")
+    ready = (tr("ready"), "bold green") if status.is_ready else (tr("not ready"), "bold red")
     return title.append(*ready)
 
 
 def _first_warnings(status: SwarmStatus) -> Iterator[str]:
     if status.coordinator.state != "running":
-        yield f"Coordinator unavailable; local information only: {status.trouble}"
+        yield tr("Coordinator unavailable; local information only: {reason}", reason=status.trouble)
     elif not status.pipelines:
-        yield f"No pipeline: {status.trouble}"
+        yield tr("No pipeline: {reason}", reason=status.trouble)
 
 
 def _stage_table(status: SwarmStatus) -> Table:
     """List each PC's stages, one per line."""
     table = _make_table(
-        "peer",
-        "address",
-        "role",
-        "layers",
-        ">weights+KV/all",
-        ">tokens/s",
-        wrap="peer address role",
+        tr("peer"),
+        tr("address"),
+        tr("role"),
+        tr("layers"),
+        ">" + tr("weights+KV/all"),
+        ">" + tr("tokens/s"),
+        wrap=(tr("peer"), tr("address"), tr("role")),
     )
     rates = {
         pipeline.id: pipeline.scheduler.tokens_per_s
@@ -95,14 +107,14 @@ def _stage_table(status: SwarmStatus) -> Table:
         if pipeline.scheduler is not None
     }
     for peer in status.peers:
-        leads = ", leads" if peer.id == status.leader else ""
+        leads = tr(", leads") if peer.id == status.leader else ""
         for worker in peer.workers or (None,):
             rate = rates.get(worker.pipeline) if worker is not None else None
             cells = (
                 peer.name,
                 peer.address,
                 _role_text(peer, worker) + leads,
-                "none" if worker is None else format_layers(worker.layers),
+                tr("none") if worker is None else format_layers(worker.layers),
                 _memory_text(peer, worker),
                 "" if rate is None else f"{rate:.1f}",
             )
@@ -113,8 +125,9 @@ def _stage_table(status: SwarmStatus) -> Table:
 def _pc_table(status: SwarmStatus) -> Table:
     """List the PCs."""
     versions = {peer.version for peer in status.peers if peer.version}
-    differ = ("version",) if len(versions) > 1 else ()
-    table = _make_table("peer", "id", "device", "copy", "endpoint", *differ, wrap="peer device")
+    differ = (tr("version"),) if len(versions) > 1 else ()
+    columns = tr("peer"), tr("id"), tr("device"), tr("copy"), tr("endpoint"), *differ
+    table = _make_table(*columns, wrap=(tr("peer"), tr("device")))
     for peer in status.peers:
         device = short_device_name(peer.device)
         cells = (peer.name, peer.id, device, _copy_text(peer.copied), peer.endpoint, peer.version)
@@ -122,7 +135,7 @@ def _pc_table(status: SwarmStatus) -> Table:
     return table
 
 
-def _make_table(*columns: str, wrap: str) -> Table:
+def _make_table(*columns: str, wrap: Collection[str]) -> Table:
     """Create a table without truncated cells; columns with ``>`` are right-aligned.
 
     ``wrap`` names the columns that shrink if there is no room.
@@ -134,7 +147,7 @@ def _make_table(*columns: str, wrap: str) -> Table:
             name,
             justify="left" if name == column else "right",
             overflow="fold",
-            no_wrap=name not in wrap.split(),
+            no_wrap=name not in wrap,
         )
     return table
 
@@ -148,8 +161,8 @@ def _role_text(peer: PeerStatus, worker: WorkerStatus | None) -> str:
     if peer.state != "online":
         return peer.state
     if worker is None:
-        return peer.paused or ("endpoint only" if peer.stage == "none" else "standby")
-    role = f"stage {stage_number(worker.stage)}"
+        return peer.paused or (tr("endpoint only") if peer.stage == "none" else tr("standby"))
+    role = tr("stage {number}", number=stage_number(worker.stage))
     return f"{role} {worker.activity}" if worker.activity else role
 
 
@@ -168,63 +181,87 @@ def _loading_text(worker: WorkerStatus) -> str:
     one = worker.loading
     if one is None:
         return ""
-    layers = f"layers {format_layers(worker.layers)}"
+    layers = tr("layers {range}", range=format_layers(worker.layers))
     state = TransferState(model=layers, done=one.done, total=one.total, rate=round(one.rate))
-    return f"loads {transfer_text(state)}"
+    return tr("loads {transfer}", transfer=transfer_text(state))
 
 
 def _transfer_line(one: TransferStatus) -> str:
     state = TransferState(
         model=one.model, done=one.bytes, total=one.total, rate=round(one.rate), source=one.source
     )
-    return f"{'copies' if one.copy else 'fetches'} {transfer_text(state)}"
+    text = transfer_text(state)
+    return (
+        tr("copies {transfer}", transfer=text)
+        if one.copy
+        else tr("fetches {transfer}", transfer=text)
+    )
 
 
 def _copy_text(percent: int) -> str:
     """Format how much of the model is on a PC's disk."""
-    return "whole" if percent == 100 else f"{percent} %" if percent else ""
+    return tr("whole") if percent == 100 else f"{percent} %" if percent else ""
 
 
 def _models_text(status: SwarmStatus) -> str:
     """Format the served models."""
     if len(status.models) > 1:
-        return "models " + ", ".join(map(_model_text, status.models))
+        return tr("models {names}", names=", ".join(map(_model_text, status.models)))
     first = status.models[0] if status.models else ModelStatus()
     only = ModelStatus(
-        name=status.model or "none",
+        name=status.model or tr("none"),
         quantize=status.quantize,
         kv_cache_dtype=first.kv_cache_dtype,
         replicas=first.replicas,
         ready=first.ready,
         stopped=first.stopped,
     )
-    return f"model {_model_text(only)}"
+    return tr("model {name}", name=_model_text(only))
 
 
 def _model_text(model: ModelStatus) -> str:
     kept, replicas = model.quantize, model.replicas
-    form = f" in {kept}" if kept != "none" else ""
-    form += f", KV in {model.kv_cache_dtype}" if model.kv_cache_dtype != "auto" else ""
-    times = f" ({model.ready} of {replicas} replicas ready)" if replicas > 1 else ""
-    times = " (stopped)" if model.stopped else times
+    form = tr(" in {format}", format=kept) if kept != "none" else ""
+    if model.kv_cache_dtype != "auto":
+        form += tr(", KV in {format}", format=model.kv_cache_dtype)
+    times = ""
+    if replicas > 1:
+        times = tr(" ({ready} of {all} replicas ready)", ready=model.ready, all=replicas)
+    times = tr(" (stopped)") if model.stopped else times
     return f"{model.name}{form}{times}"
 
 
 def _pipeline_lines(status: SwarmStatus) -> Iterator[str]:
     for pipeline in status.pipelines:
-        of = f" of {pipeline.model}" if len(status.pipelines) > 1 else ""
+        of = tr(" of {model}", model=pipeline.model) if len(status.pipelines) > 1 else ""
         yield _pipeline_text(pipeline, of)
         used, reserved = status.kv_usage(pipeline)
         if reserved:
-            yield f"KV cache{of}: {format_size(used)} of {format_size(reserved)} used"
+            yield tr(
+                "KV cache{of}: {used} of {reserved} used",
+                of=of,
+                used=format_size(used),
+                reserved=format_size(reserved),
+            )
 
 
 def _pipeline_text(pipeline: PipelineStatus, of: str) -> str:
-    ready = "ready" if pipeline.ready else "not ready"
+    ready = tr("ready") if pipeline.ready else tr("not ready")
     reason = f": {pipeline.reason}" if pipeline.reason else ""
     scheduler, epoch = pipeline.scheduler, epoch_text(pipeline.epoch)
     busy = ""
     if pipeline.ready and not reason and scheduler is not None:
-        rate = f"{scheduler.tokens_per_s:.1f} tokens/s"
-        busy = f": {scheduler.running} requests, {scheduler.waiting} waiting, {rate}"
-    return f"Pipeline {pipeline.id}{of} (epoch {epoch}) is {ready}{reason}{busy}"
+        busy = tr(
+            ": {running} requests, {waiting} waiting, {rate} tokens/s",
+            running=scheduler.running,
+            waiting=scheduler.waiting,
+            rate=f"{scheduler.tokens_per_s:.1f}",
+        )
+    text = tr(
+        "Pipeline {id}{of} (epoch {epoch}) is {state}",
+        id=pipeline.id,
+        of=of,
+        epoch=epoch,
+        state=ready,
+    )
+    return f"{text}{reason}{busy}"

@@ -11,6 +11,7 @@ import typer
 from molink.errors import Unavailable, UsageError
 from molink.plaintext import printable
 from molinkd.cli.confirmation import YesOption, confirm_action
+from molinkd.cli.translation import tr
 
 HomeOption = Annotated[
     Path | None,
@@ -121,18 +122,19 @@ def invite(
     from molinkd.peer.home import Home
 
     if ttl < 0:
-        raise UsageError("--ttl must be a number of hours, or 0 for unlimited")
+        raise UsageError(tr("--ttl must be a number of hours, or 0 for unlimited"))
     if not 1 <= uses <= MAX_USES:
-        raise UsageError(f"--uses must be 1 to {MAX_USES}")
+        raise UsageError(tr("--uses must be 1 to {most}", most=MAX_USES))
     if list_all and end is not None:
-        raise UsageError("--list and --end can't be combined")
+        raise UsageError(tr("--list and --end can't be combined"))
     place = Home.find_home(home)
     if end is not None:
         ended = daemon_client.revoke_invitation(place, end)
         if as_json:
             print(json.dumps({"id": end, "stayed": ended.kept_peers}))
         else:
-            print(printable(f"Revoked invitation {end}.{remaining_text(ended)}"))
+            text = tr("Revoked invitation {id}.", id=end)
+            print(printable(text + remaining_text(ended)))
     elif list_all:
         invitations = daemon_client.fetch_invitations(place)
         if as_json:
@@ -164,15 +166,12 @@ def revoke(
     from molinkd.peer.home import Home
 
     place = Home.find_home(home)
-    question = f"Remove {peer} from the swarm, and the PCs that it let in?"
+    question = tr("Remove {pc} from the swarm, and the PCs that it let in?", pc=peer)
     confirm_action(question, yes=yes, is_final=True)
     ended = daemon_client.revoke_peer(place, peer)
-    print(
-        printable(
-            f"Removed {peer} and revoked its invitations.{remaining_text(ended)} Undo: "
-            f"{place.format_command(f'un-revoke {shlex.quote(peer)}')}."
-        )
-    )
+    undo = place.format_command(f"un-revoke {shlex.quote(peer)}")
+    text = tr("Removed {pc} and revoked its invitations.", pc=peer) + remaining_text(ended)
+    print(printable(f"{text} {tr('Undo: {command}.', command=undo)}"))
 
 
 def un_revoke(
@@ -184,7 +183,8 @@ def un_revoke(
     from molinkd.peer.home import Home
 
     daemon_client.unrevoke_peer(Home.find_home(home), peer)
-    print(f"{printable(peer)} may rejoin. Run `molink join` there; it needs no token.")
+    text = tr("{pc} may rejoin. Run `molink join` there; it needs no token.", pc=printable(peer))
+    print(text)
 
 
 def add_owner(
@@ -199,4 +199,5 @@ def add_owner(
     from molinkd.peer.home import Home
 
     daemon_client.add_owner(Home.find_home(home), peer)
-    print(f"{printable(peer)} is an owner now. Only `molink revoke` takes that back.")
+    text = tr("{pc} is an owner now. Only `molink revoke` takes that back.", pc=printable(peer))
+    print(text)

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 
+from rich.cells import chop_cells
 from rich.console import Console
 from rich.control import Control
 from rich.segment import ControlType
@@ -10,6 +11,7 @@ from rich.segment import ControlType
 from molink.plaintext import printable
 from molink.swarm.artifacts.transfer import estimate_eta
 from molink.wire.messages.peer_reports import TransferState
+from molinkd.cli.translation import tr
 from molinkd.cli.units import format_duration
 
 #: Interval of progress lines where lines can't be rewritten, in seconds.
@@ -19,12 +21,16 @@ _ERASE_LINE = Control(ControlType.CARRIAGE_RETURN, (ControlType.ERASE_IN_LINE, 2
 
 def transfer_text(one: TransferState) -> str:
     """Format the progress of a transfer: bytes, rate and remaining time."""
-    source = f" from {one.source}" if one.source else ""
-    text = f"{one.model}{source}: {one.done / 1e6:.0f} of {one.total / 1e6:.0f} MB"
+    model = one.model
+    if one.source:
+        model = tr("{model} from {source}", model=model, source=one.source)
+    done, total = f"{one.done / 1e6:.0f}", f"{one.total / 1e6:.0f}"
+    text = tr("{model}: {done} of {total} MB", model=model, done=done, total=total)
     seconds = estimate_eta(one.total - one.done, one.rate)
     if seconds is None:
         return text
-    return f"{text}, {one.rate / 1e6:.1f} MB/s, {format_duration(seconds)} left"
+    left = tr("{time} left", time=format_duration(seconds))
+    return f"{text}, {one.rate / 1e6:.1f} MB/s, {left}"
 
 
 class TransferLine:
@@ -41,9 +47,11 @@ class TransferLine:
         waited_for = [one for one in transfers if not one.is_replica]
         if not waited_for:
             return
-        text = printable("Fetching " + "; ".join(map(transfer_text, waited_for)))
+        transfers_text = "; ".join(map(transfer_text, waited_for))
+        text = printable(tr("Fetching {transfers}", transfers=transfers_text))
         if self._console.is_terminal:
-            self._console.print(text[: self._console.width - 1], end="", markup=False)
+            first = chop_cells(text, self._console.width - 1)[0]
+            self._console.print(first, end="", markup=False)
             self._is_drawn = True
         elif self._clock() - self._printed_at >= PRINT_INTERVAL_S:
             self._console.print(text, markup=False)

@@ -28,6 +28,7 @@ from molinkd.cli.doctor.facts import (
     SwarmFacts,
 )
 from molinkd.cli.doctor.run_program import run_program
+from molinkd.cli.translation import tr
 from molinkd.peer.agent.device_probe import num_worker_threads
 from molinkd.peer.agent.kernel_self_test import SelfTestResult, run_self_test, save_disabled_kernels
 from molinkd.peer.artifacts.installed_models import list_installed_models
@@ -45,7 +46,7 @@ def collect_facts(home: Home, say: Say) -> DoctorFacts:
     found = daemon_client.find_daemon(home)
     if found is not None and found.is_demo:
         found = None
-    say("Checking this PC, its network and the kernels of its device …")
+    say(tr("Checking this PC, its network and the kernels of its device …"))
     swarm, trouble = (None, "") if found is None else _collect_swarm(found)
     with ThreadPoolExecutor(1) as pool:  # scanning the network is only waiting
         scan = pool.submit(collect_network, settings, found is not None)

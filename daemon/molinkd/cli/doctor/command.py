@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import json
 import sys
-from typing import Annotated
+from typing import Annotated, get_args
 
 import typer
 
@@ -12,10 +12,12 @@ from molink.files import retry_while_busy
 from molink.plaintext import printable
 from molinkd.cli.doctor.collect import collect_facts
 from molinkd.cli.doctor.device_checks import check_device
-from molinkd.cli.doctor.facts import DoctorFacts, Finding
+from molinkd.cli.doctor.facts import DoctorFacts, Finding, Level
 from molinkd.cli.doctor.host_checks import check_host
 from molinkd.cli.doctor.network_checks import check_network
+from molinkd.cli.plain_table import count_columns, pad_cell
 from molinkd.cli.swarm_verbs import HomeOption
+from molinkd.cli.translation import tr, tr_count
 from molinkd.peer.command_line import format_command
 from molinkd.peer.home import Home
 
@@ -60,32 +62,52 @@ def run_checks(facts: DoctorFacts) -> list[Finding]:
 def _check_daemon(facts: DoctorFacts) -> Finding:
     trouble = facts.host.trouble
     if not facts.daemon_pid:
-        text = "molink is not running on this PC; swarm checks are skipped"
+        text = tr("molink is not running on this PC; swarm checks are skipped")
         return Finding("daemon", "ok", text)
     if trouble:
-        text = f"molink runs (process {facts.daemon_pid}) and reports: {trouble}"
+        text = tr(
+            "molink runs (process {pid}) and reports: {trouble}",
+            pid=facts.daemon_pid,
+            trouble=trouble,
+        )
         return Finding("daemon", "warning", text, ("molink status", "molink logs"))
-    return Finding("daemon", "ok", f"molink runs (process {facts.daemon_pid})")
+    return Finding("daemon", "ok", tr("molink runs (process {pid})", pid=facts.daemon_pid))
 
 
 def format_report(findings: list[Finding]) -> str:
     """Format the report: a line per check, then the commands."""
-    width = max(len(one.check) for one in findings)
-    lines = [f"{one.level:<8} {one.check:<{width}}  {printable(one.text)}" for one in findings]
+    names = [tr(one.check) for one in findings]
+    level_width = max(count_columns(tr(level)) for level in get_args(Level)) + 1
+    name_width = max(map(count_columns, names))
+    lines = [
+        f"{pad_cell(tr(one.level), level_width)} {pad_cell(name, name_width)}  "
+        f"{printable(one.text)}"
+        for name, one in zip(names, findings, strict=True)
+    ]
     amiss = [one for one in findings if one.level != "ok" and one.commands]
     # Problems first.
     for one in sorted(amiss, key=lambda finding: finding.level != "problem"):
         lines += [
             "",
-            f"{one.check}:",
+            f"{tr(one.check)}:",
             *(f"    {printable(format_command(text))}" for text in one.commands),
         ]
     if any(one.fix is not None for one in findings):
         fix = format_command("molink doctor --fix")
-        lines += ["", f"`{fix}` repairs the state folder."]
+        lines += ["", tr("`{fix}` repairs the state folder.", fix=fix)]
     counts = [sum(one.level == level for one in findings) for level in ("problem", "warning")]
-    summary = f"{_count_text(counts[0], 'problem')}, {_count_text(counts[1], 'warning')}."
-    lines += ["", summary[0].upper() + summary[1:]]
+    problems, warnings = counts
+    summary = ", ".join(
+        (
+            tr_count("{count} problem", "{count} problems", problems)
+            if problems
+            else tr("no problems"),
+            tr_count("{count} warning", "{count} warnings", warnings)
+            if warnings
+            else tr("no warnings"),
+        )
+    )
+    lines += ["", f"{summary[0].upper()}{summary[1:]}."]
     return "\n".join(lines)
 
 
@@ -96,15 +118,15 @@ def apply_fix(finding: Finding, home: Home) -> Finding:
         if finding.fix == "set-aside-options":
             aside = home.options.with_suffix(".damaged")
             retry_while_busy(lambda: home.options.replace(aside))
-            done = f"fixed: {home.options} was moved to {aside}; pass your options again"
+            done = tr(
+                "fixed: {file} was moved to {aside}; pass your options again",
+                file=home.options,
+                aside=aside,
+            )
         elif finding.fix == "restrict-folder":
             home.root.chmod(0o700)
-            done = f"fixed: only you can access {home.root} now"
+            done = tr("fixed: only you can access {folder} now", folder=home.root)
     return Finding(finding.check, "ok", done) if done else finding
-
-
-def _count_text(number: int, what: str) -> str:
-    return f"{number or 'no'} {what}{'s' * (number != 1)}"
 
 
 def _finding_json(finding: Finding) -> dict[str, object]:

@@ -4,6 +4,7 @@ import re
 
 from molink.facts.kernels import FALLBACKS, USED_ONLY_FOR
 from molinkd.cli.doctor.facts import DeviceFacts, Finding
+from molinkd.cli.translation import tr
 from molinkd.peer.agent.kernel_self_test import KernelResult, TorchGpu, TorchInfo
 
 _DRIVERS_URL = "https://www.nvidia.com/drivers"
@@ -31,29 +32,36 @@ def check_device(facts: DeviceFacts) -> list[Finding]:
 
 def _driver_commands(system: str) -> tuple[str, ...]:
     if system == "win32":
-        return (f"start {_DRIVERS_URL}  # install the driver, then restart this PC",)
-    return (f"sudo ubuntu-drivers install && sudo reboot  # not Ubuntu: {_DRIVERS_URL}",)
+        note = tr("install the driver, then restart this PC")
+        return (f"start {_DRIVERS_URL}  # {note}",)
+    note = tr("not Ubuntu: {url}", url=_DRIVERS_URL)
+    return (f"sudo ubuntu-drivers install && sudo reboot  # {note}",)
 
 
 def _check_missing_torch(facts: DeviceFacts) -> Finding:
-    failure = facts.test.failure or "unknown error"
+    failure = facts.test.failure or tr("unknown error")
     commands = ["molink setup"]
     if facts.system == "win32" and _DLL_ERROR.search(failure):
         commands.insert(0, "winget install Microsoft.VCRedist.2015+.x64")
-    text = f"torch can't be used, so this PC can't hold layers: {failure}"
+    text = tr("torch can't be used, so this PC can't hold layers: {failure}", failure=failure)
     return Finding("torch", "problem", text, tuple(commands))
 
 
 def _check_torch(facts: DeviceFacts, about: TorchInfo) -> Finding:
-    card, build = facts.card, f"for CUDA {about.cuda}" if about.cuda else "CPU build"
-    text = f"torch {about.torch} ({build})"
+    card, text = facts.card, tr("torch {version} (CPU build)", version=about.torch)
+    if about.cuda:
+        text = tr("torch {version} (for CUDA {cuda})", version=about.torch, cuda=about.cuda)
     has_card = bool(card is not None and card.names) or bool(facts.is_plugged_in)
     if about.cuda is None and has_card and facts.configured_device != "cpu":
-        name = card.names[0] if card is not None and card.names else "an NVIDIA GPU"
+        name = card.names[0] if card is not None and card.names else tr("an NVIDIA GPU")
         return Finding(
             "torch",
             "problem",
-            f"{text}: the GPU of this PC ({name}) is not used; everything runs on the CPU",
+            tr(
+                "{torch}: the GPU of this PC ({name}) is not used; everything runs on the CPU",
+                torch=text,
+                name=name,
+            ),
             (_CUDA_COMMAND,),
         )
     return Finding("torch", "ok", text)
@@ -68,27 +76,34 @@ def _check_gpu(facts: DeviceFacts, about: TorchInfo) -> Finding | None:
         return _check_architecture(about, about.gpus)
     if card is None:
         if facts.is_plugged_in:
-            text = "an NVIDIA GPU is installed, but its driver is not (no nvidia-smi)"
+            text = tr("an NVIDIA GPU is installed, but its driver is not (no nvidia-smi)")
             return Finding("gpu", "problem", text, _driver_commands(system))
-        return Finding("gpu", "ok", "no NVIDIA GPU found: this PC computes on its CPU")
+        return Finding("gpu", "ok", tr("no NVIDIA GPU found: this PC computes on its CPU"))
     if card.error:
         return Finding(
             "gpu",
             "problem",
-            f"the GPU driver does not respond: {card.error}",
+            tr("the GPU driver does not respond: {error}", error=card.error),
             _restart_commands(system),
         )
     if _major_version(card.cuda) < _major_version(about.cuda):
         return Finding(
             "gpu",
             "problem",
-            f"driver {card.driver} supports CUDA up to {card.cuda}, but torch was built for "
-            f"{about.cuda}: the GPU can't be used. Update the driver, or install a torch "
-            "build for this driver",
+            tr(
+                "driver {driver} supports CUDA up to {newest}, but torch was built for {cuda}: the "
+                "GPU can't be used. Update the driver, or install a torch build for this driver",
+                driver=card.driver,
+                newest=card.cuda,
+                cuda=about.cuda,
+            ),
             (*_driver_commands(system), _CUDA_COMMAND),
         )
-    why = about.reason or "torch finds no GPU, but nvidia-smi does; is CUDA_VISIBLE_DEVICES set?"
-    return Finding("gpu", "problem", f"torch can't use the GPU: {why}", _restart_commands(system))
+    why = about.reason or tr(
+        "torch finds no GPU, but nvidia-smi does; is CUDA_VISIBLE_DEVICES set?"
+    )
+    text = tr("torch can't use the GPU: {why}", why=why)
+    return Finding("gpu", "problem", text, _restart_commands(system))
 
 
 def _restart_commands(system: str) -> tuple[str, ...]:
@@ -103,20 +118,29 @@ def _check_architecture(about: TorchInfo, gpus: tuple[TorchGpu, ...]) -> Finding
             return Finding(
                 "gpu",
                 "problem",
-                f"this torch build does not support {gpu.name} (compute capability "
-                f"{gpu.capability}; supported: {have}): an older GPU can't be used, a newer "
-                "one needs a newer torch",
+                tr(
+                    "this torch build does not support {gpu} (compute capability {capability}; "
+                    "supported: {supported}): an older GPU can't be used, a newer one needs a "
+                    "newer torch",
+                    gpu=gpu.name,
+                    capability=gpu.capability,
+                    supported=have,
+                ),
                 _CPU_COMMANDS,
             )
-    return Finding("gpu", "ok", f"torch uses {', '.join(gpu.name for gpu in gpus)}")
+    names = ", ".join(gpu.name for gpu in gpus)
+    return Finding("gpu", "ok", tr("torch uses {gpus}", gpus=names))
 
 
 def _check_triton(facts: DeviceFacts, problem: str) -> Finding:
     """Say what the GPU misses without Triton."""
     commands = (_CUDA_COMMAND,)
     if facts.system != "win32" and "installed" not in problem:
-        commands = ("sudo apt install gcc python3-dev  # then start molink again",)
-    text = f"Triton can't compile kernels for the GPU ({problem}): molink uses slower ones"
+        commands = (f"sudo apt install gcc python3-dev  # {tr('then start molink again')}",)
+    text = tr(
+        "Triton can't compile kernels for the GPU ({problem}): molink uses slower ones",
+        problem=problem,
+    )
     return Finding("triton", "warning", text, commands)
 
 
@@ -155,10 +179,19 @@ def _check_kernels(facts: DeviceFacts) -> Finding:
     wrong = [one for one in test.results if one.state == "wrong" and not is_idle(one)]
     right = len({one.kernel for one in test.results if one.state == "ok"})
     if not wrong and test.failure:
-        text = f"the self-test of {test.device or 'the device'} failed: {test.failure}"
+        text = tr(
+            "the self-test of {device} failed: {failure}",
+            device=test.device or tr("the device"),
+            failure=test.failure,
+        )
         return Finding("kernels", "problem", text, ("molink doctor --json",))
     if not wrong:
-        text = f"{right} kernels of {test.device} ({test.name}) match plain torch"
+        text = tr(
+            "{count} kernels of {device} ({name}) match plain torch",
+            count=right,
+            device=test.device,
+            name=test.name,
+        )
         return Finding("kernels", "ok", text)
     texts = ", ".join(_describe_failure(one) for one in _first_per_kernel(wrong))
     without = [one.kernel for one in wrong if one.kernel not in FALLBACKS]
@@ -166,15 +199,25 @@ def _check_kernels(facts: DeviceFacts) -> Finding:
         return Finding(
             "kernels",
             "problem",
-            f"{test.device} ({test.name}) computes wrong results, and {without[0]} has no "
-            f"replacement: {texts}. A likely cause is overclocked or failing memory",
+            tr(
+                "{device} ({name}) computes wrong results, and {kernel} has no replacement: "
+                "{failures}. A likely cause is overclocked or failing memory",
+                device=test.device,
+                name=test.name,
+                kernel=without[0],
+                failures=texts,
+            ),
             _fallback_commands(test.device),
         )
     instead = "; ".join(f"{name}: {FALLBACKS[name]}" for name in test.disabled_kernels)
     return Finding(
         "kernels",
         "warning",
-        f"{texts}. Workers avoid it from their next start and use: {instead}",
+        tr(
+            "{failures}. Workers avoid it from their next start and use: {instead}",
+            failures=texts,
+            instead=instead,
+        ),
         ("molink down", "molink up  # or: molink join"),
     )
 
@@ -191,5 +234,16 @@ def _first_per_kernel(wrong: list[KernelResult]) -> list[KernelResult]:
 
 def _describe_failure(one: KernelResult) -> str:
     if one.error is None:
-        return f"{one.kernel} ({one.dtype}) fails: {one.reason}"
-    return f"{one.kernel} ({one.dtype}) is off by {one.error:.2g} (tolerance {one.tolerance:.2g})"
+        return tr(
+            "{kernel} ({dtype}) fails: {reason}",
+            kernel=one.kernel,
+            dtype=one.dtype,
+            reason=one.reason,
+        )
+    return tr(
+        "{kernel} ({dtype}) is off by {error:.2g} (tolerance {tolerance:.2g})",
+        kernel=one.kernel,
+        dtype=one.dtype,
+        error=one.error,
+        tolerance=one.tolerance,
+    )

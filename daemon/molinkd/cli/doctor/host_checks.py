@@ -1,6 +1,7 @@
 """Checks the state folder, disk, sleep, clock and versions."""
 
 from molinkd.cli.doctor.facts import Finding, HostFacts, SwarmFacts
+from molinkd.cli.translation import tr
 
 #: Free disk space in bytes: below the first nothing works, below the second few models fit.
 _NO_ROOM, _LITTLE_ROOM = 500 << 20, 10 << 30
@@ -28,13 +29,20 @@ def _check_state_folder(facts: HostFacts) -> Finding:
         command = f'icacls "{facts.home}" /grant "{facts.user}:(OI)(CI)F"'
         if not windows:
             command = f'sudo chown -R "{facts.user}" "{facts.home}"'
-        text = f"the state folder {facts.home} is not writable: {facts.write_error}"
+        text = tr(
+            "the state folder {folder} is not writable: {error}",
+            folder=facts.home,
+            error=facts.write_error,
+        )
         return Finding("state", "problem", text, (command, "molink doctor --home FOLDER"))
     if facts.options_error:
         return Finding(
             "state",
             "problem",
-            f"molink can't start: the saved options can't be read ({facts.options_error})",
+            tr(
+                "molink can't start: the saved options can't be read ({error})",
+                error=facts.options_error,
+            ),
             ("molink doctor --fix",),
             "set-aside-options",
         )
@@ -42,66 +50,78 @@ def _check_state_folder(facts: HostFacts) -> Finding:
         return Finding(
             "state",
             "warning",
-            f"other users of this PC can read {facts.home}, which holds its keys",
+            tr(
+                "other users of this PC can read {folder}, which holds its keys",
+                folder=facts.home,
+            ),
             (f'chmod 700 "{facts.home}"',),
             "restrict-folder",
         )
-    return Finding("state", "ok", f"{facts.home} is writable")
+    return Finding("state", "ok", tr("{folder} is writable", folder=facts.home))
 
 
 def _check_disk(facts: HostFacts) -> Finding:
-    free = f"{facts.free_bytes / 1e9:.1f} GB free on the disk of the state folder"
-    taken = f"; models use {facts.model_bytes / 1e9:.1f} GB" if facts.model_bytes else ""
+    gigabytes = f"{facts.free_bytes / 1e9:.1f}"
+    room = tr("{free} GB free on the disk of the state folder", free=gigabytes)
+    if facts.model_bytes:
+        room += tr("; models use {used} GB", used=f"{facts.model_bytes / 1e9:.1f}")
     commands = ("molink list", "molink rm NAME") if facts.model_bytes else ()
     if facts.free_bytes < _NO_ROOM:
-        text = f"{free}{taken}: not enough for models or the swarm's state"
+        text = tr("{room}: not enough for models or the swarm's state", room=room)
         return Finding("disk", "problem", text, commands)
     if facts.free_bytes < _LITTLE_ROOM:
-        return Finding("disk", "warning", f"{free}{taken}: few models fit", commands)
-    return Finding("disk", "ok", f"{free}{taken}")
+        return Finding("disk", "warning", tr("{room}: few models fit", room=room), commands)
+    return Finding("disk", "ok", room)
 
 
 def _check_sleep(facts: HostFacts) -> Finding:
     if facts.on_battery:
-        text = "this PC runs on battery: it may slow down, or sleep and interrupt the swarm"
-        return Finding("sleep", "warning", f"{text}. Plug it in")
+        text = tr(
+            "this PC runs on battery: it may slow down, or sleep and interrupt the swarm. Plug it "
+            "in"
+        )
+        return Finding("sleep", "warning", text)
     if not facts.keep_awake:
-        text = "`keep_awake` is off: this PC may sleep while it holds layers"
+        text = tr("`keep_awake` is off: this PC may sleep while it holds layers")
         return Finding("sleep", "ok", text)
     if not facts.has_inhibitor:
         return Finding(
             "sleep",
             "warning",
-            "molink can't prevent sleep while this PC holds layers (no systemd-inhibit)",
+            tr("molink can't prevent sleep while this PC holds layers (no systemd-inhibit)"),
             ("sudo systemctl mask sleep.target suspend.target",),
         )
-    return Finding("sleep", "ok", "this PC stays awake while it holds layers")
+    return Finding("sleep", "ok", tr("this PC stays awake while it holds layers"))
 
 
 def _check_clock(facts: HostFacts, swarm: SwarmFacts | None) -> Finding:
     commands = ("sudo timedatectl set-ntp true",)
     if facts.system == "win32":
-        commands = ("w32tm /resync  # as administrator",)
+        commands = (f"w32tm /resync  # {tr('as administrator')}",)
     if facts.year < _FIRST_YEAR:
-        text = (
-            f"this PC's clock shows the year {facts.year}: tokens and certificates will seem "
-            "invalid"
+        text = tr(
+            "this PC's clock shows the year {year}: tokens and certificates will seem invalid",
+            year=facts.year,
         )
         return Finding("clock", "problem", text, commands)
     if swarm is None or swarm.clock_offset_s is None:
-        return Finding("clock", "ok", "no other clock to compare with")
+        return Finding("clock", "ok", tr("no other clock to compare with"))
     leader = swarm.peer_name(swarm.leader)
     if swarm.leader == swarm.own_id:
-        return Finding("clock", "ok", "this PC leads the swarm: its clock is the reference")
+        text = tr("this PC leads the swarm: its clock is the reference")
+        return Finding("clock", "ok", text)
     amiss = abs(swarm.clock_offset_s) - swarm.clock_error_s
-    way = "ahead of" if swarm.clock_offset_s > 0 else "behind"
-    text = f"this PC's clock is {abs(swarm.clock_offset_s):.1f} s {way} that of {leader}"
+    apart = f"{abs(swarm.clock_offset_s):.1f}"
+    text = tr("this PC's clock is {seconds} s behind that of {pc}", seconds=apart, pc=leader)
+    if swarm.clock_offset_s > 0:
+        text = tr("this PC's clock is {seconds} s ahead of that of {pc}", seconds=apart, pc=leader)
     if amiss > _WRONG:
-        worse = f"{text}: tokens may seem expired or never expire"
+        worse = tr("{clock}: tokens may seem expired or never expire", clock=text)
         return Finding("clock", "problem", worse, commands)
     if amiss > _AMISS:
-        return Finding("clock", "warning", f"{text}: log times will differ", commands)
-    return Finding("clock", "ok", f"within {abs(swarm.clock_offset_s):.1f} s of {leader}")
+        worse = tr("{clock}: log times will differ", clock=text)
+        return Finding("clock", "warning", worse, commands)
+    return Finding("clock", "ok", tr("within {seconds} s of {pc}", seconds=apart, pc=leader))
 
 
 def _check_version(facts: HostFacts, swarm: SwarmFacts | None) -> Finding:
@@ -110,16 +130,27 @@ def _check_version(facts: HostFacts, swarm: SwarmFacts | None) -> Finding:
         return Finding("version", "ok", mine)
     running = next((one.version for one in swarm.peers if one.id == swarm.own_id), "")
     if running and running != facts.version:
-        text = f"{mine} is installed, but the running daemon is {running}"
+        text = tr(
+            "{mine} is installed, but the running daemon is {running}", mine=mine, running=running
+        )
         return Finding("version", "warning", text, ("molink down", "molink up  # or: molink join"))
     other = [one for one in swarm.others if one.version and one.version != facts.version]
     if other:
-        names = ", ".join(f"{one.name} has {one.version}" for one in other)
+        clone = tr("in a clone: git pull, its installer, molink down, molink up")
+        names = ", ".join(
+            tr("{pc} has {version}", pc=one.name, version=one.version) for one in other
+        )
         return Finding(
             "version",
             "warning",
-            f"this PC has {mine}, but {names}: update all PCs to the same version, one by one",
-            ("molink update  # in a clone: git pull, its installer, molink down, molink up",),
+            tr(
+                "this PC has {mine}, but {others}: update all PCs to the same version, one by one",
+                mine=mine,
+                others=names,
+            ),
+            (f"molink update  # {clone}",),
         )
-    same = f", like all {len(swarm.peers)} PCs of the swarm" if swarm.others else ""
-    return Finding("version", "ok", mine + same)
+    if swarm.others:
+        count = len(swarm.peers)
+        mine = tr("{mine}, like all {count} PCs of the swarm", mine=mine, count=count)
+    return Finding("version", "ok", mine)

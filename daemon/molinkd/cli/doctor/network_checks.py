@@ -4,6 +4,7 @@ import ipaddress
 
 from molink.swarm.controller.reachability import firewall_commands
 from molinkd.cli.doctor.facts import Finding, NetworkFacts, PortFact, SwarmFacts
+from molinkd.cli.translation import tr, tr_count
 from molinkd.peer.membership.addresses import is_loopback
 from molinkd.peer.settings import MAX_PORTS_TRIED
 
@@ -25,37 +26,55 @@ def check_network(facts: NetworkFacts, swarm: SwarmFacts | None, daemon: int) ->
 
 def _check_ports(facts: NetworkFacts, daemon: int) -> Finding:
     if daemon:
-        return Finding("ports", "ok", f"molink runs here (process {daemon}) and holds its ports")
+        text = tr("molink runs here (process {pid}) and holds its ports", pid=daemon)
+        return Finding("ports", "ok", text)
     refused = [one for one in facts.ports if one.is_reserved]
     if refused and facts.system == "win32":
         return Finding(
             "ports",
             "problem",
-            f"Windows reserves {_list_ports(refused)} ({refused[0].used_by}), for instance "
-            "for Hyper-V; molink can't use other ports unannounced",
+            tr(
+                "Windows reserves {ports} ({reason}), for instance for Hyper-V; molink can't use "
+                "other ports unannounced",
+                ports=_list_ports(refused),
+                reason=refused[0].used_by,
+            ),
             (
                 "netsh interface ipv4 show excludedportrange protocol=tcp",
-                "net stop winnat; net start winnat  # as administrator",
+                f"net stop winnat; net start winnat  # {tr('as administrator')}",
             ),
         )
     if refused:
-        text = f"{_list_ports(refused)} can't be used: {refused[0].used_by}"
+        text = tr(
+            "{ports} can't be used: {reason}",
+            ports=_list_ports(refused),
+            reason=refused[0].used_by,
+        )
         return Finding("ports", "problem", text, (f"molink up --{_option_name(refused[0])} 0",))
     workers = [one for one in facts.ports if one.setting == "worker_ports"]
     if workers and all(one.used_by for one in workers):
         first, last = facts.worker_ports
-        text = f"all worker ports, {first} to {last}, are in use; {workers[0].used_by} has one"
+        text = tr(
+            "all worker ports, {first} to {last}, are in use; {program} has one",
+            first=first,
+            last=last,
+            program=workers[0].used_by,
+        )
         return Finding("ports", "problem", text, ("molink status", "molink down"))
     taken = [one for one in facts.ports if one.used_by and one.setting != "worker_ports"]
     if taken:
         return Finding(
             "ports",
             "warning",
-            f"{_list_ports(taken)} in use by {taken[0].used_by}: molink uses the next free "
-            "port, which a firewall may block. Stop that program, or choose another port",
+            tr(
+                "{ports} in use by {program}: molink uses the next free port, which a firewall may "
+                "block. Stop that program, or choose another port",
+                ports=_list_ports(taken),
+                program=taken[0].used_by,
+            ),
             _other_port_command(taken[0]),
         )
-    return Finding("ports", "ok", "molink's ports are free")
+    return Finding("ports", "ok", tr("molink's ports are free"))
 
 
 def _option_name(port: PortFact) -> str:
@@ -68,7 +87,9 @@ def _other_port_command(port: PortFact) -> tuple[str, ...]:
 
 
 def _list_ports(ports: list[PortFact]) -> str:
-    return ", ".join(f"port {one.port} (`{one.setting}`)" for one in ports[:4])
+    return ", ".join(
+        tr("port {port} (`{setting}`)", port=one.port, setting=one.setting) for one in ports[:4]
+    )
 
 
 def _open_port_commands(facts: NetworkFacts) -> tuple[str, ...]:
@@ -84,7 +105,7 @@ def _open_port_commands(facts: NetworkFacts) -> tuple[str, ...]:
             merged.append((low, high))
     commands = firewall_commands(facts.system, merged, [_DISCOVERY_PORT] if facts.discovery else [])
     if facts.system == "win32":
-        return tuple(f"{one}  # in PowerShell as administrator" for one in commands)
+        return tuple(f"{one}  # {tr('in PowerShell as administrator')}" for one in commands)
     return commands[1:] if facts.firewall == "firewalld" else commands[:1]
 
 
@@ -102,27 +123,37 @@ def _check_firewall(facts: NetworkFacts, swarm: SwarmFacts | None) -> Finding:
         return Finding(
             "firewall",
             "warning",
-            f"a firewall ({facts.firewall}) is active, and no other PC has connected yet. "
-            "If one can't, open molink's ports",
+            tr(
+                "a firewall ({firewall}) is active, and no other PC has connected yet. If one "
+                "can't, open molink's ports",
+                firewall=facts.firewall,
+            ),
             _open_port_commands(facts),
         )
-    text = "a rule for molink exists" if facts.firewall else "no firewall found on this PC"
+    text = tr("no firewall found on this PC")
+    if facts.firewall:
+        text = tr("a rule for molink exists")
     return Finding("firewall", "ok", text)
 
 
 def _check_reachability(facts: NetworkFacts, swarm: SwarmFacts) -> Finding:
     failed = ", ".join(_failed_peers(facts, swarm, far=False))
     if failed:
-        wall = f"its firewall ({facts.firewall})" if facts.firewall else "a firewall"
-        text = f"{failed} can't connect to this PC on port {facts.control_port}: {wall} "
-        return Finding(
-            "firewall", "problem", f"{text}blocks the connection", _open_port_commands(facts)
+        wall = tr("a firewall")
+        if facts.firewall:
+            wall = tr("its firewall ({firewall})", firewall=facts.firewall)
+        text = tr(
+            "{pcs} can't connect to this PC on port {port}: {firewall} blocks the connection",
+            pcs=failed,
+            port=facts.control_port,
+            firewall=wall,
         )
+        return Finding("firewall", "problem", text, _open_port_commands(facts))
     blocked = ", ".join(swarm.peer_name(to) for by, to in swarm.unreachable if by == swarm.own_id)
     if blocked:
-        text = f"this PC can't connect to {blocked}: run `molink doctor` there"
+        text = tr("this PC can't connect to {pcs}: run `molink doctor` there", pcs=blocked)
         return Finding("firewall", "warning", text)
-    return Finding("firewall", "ok", "all other PCs of the swarm can connect to this one")
+    return Finding("firewall", "ok", tr("all other PCs of the swarm can connect to this one"))
 
 
 def _check_nat(facts: NetworkFacts, swarm: SwarmFacts | None) -> Finding:
@@ -130,46 +161,59 @@ def _check_nat(facts: NetworkFacts, swarm: SwarmFacts | None) -> Finding:
         return Finding(
             "nat",
             "warning",
-            f"`host` is {facts.host}: only this PC can reach molink here",
+            tr("`host` is {address}: only this PC can reach molink here", address=facts.host),
             ("molink up --host 0.0.0.0  # or: molink join --host 0.0.0.0",),
         )
     usable = [one for one in facts.addresses if not is_loopback(one)]
     if not usable and not facts.advertise:
-        return Finding("nat", "problem", "this PC has no network address: is it connected?")
+        return Finding("nat", "problem", tr("this PC has no network address: is it connected?"))
     names = "" if swarm is None else ", ".join(_failed_peers(facts, swarm, far=True))
     if names:
         own = ", ".join(facts.advertise or usable)
         return Finding(
             "nat",
             "problem",
-            f"{names} can't reach {own} from another network: a router (NAT) is in "
-            "between, and no peer relays. Name a rendezvous that both reach (`molink "
-            "rendezvous`), or put both PCs into one VPN (WireGuard, Tailscale) and advertise this "
-            "PC's VPN address",
+            tr(
+                "{pcs} can't reach {addresses} from another network: a router (NAT) is in between, "
+                "and no peer relays. Name a rendezvous that both reach (`molink rendezvous`), or "
+                "put both PCs into one VPN (WireGuard, Tailscale) and advertise this PC's VPN "
+                "address",
+                pcs=names,
+                addresses=own,
+            ),
             _ADVERTISE,
         )
     relayed = "" if swarm is None else _describe_relays(swarm)
     if relayed:
-        text = (
-            f"{relayed}. This works, but a direct connection may be faster: use a VPN (WireGuard, "
+        text = tr(
+            "{routes}. This works, but a direct connection may be faster: use a VPN (WireGuard, "
+            "Tailscale) for all PCs and advertise this PC's VPN address",
+            routes=relayed,
         )
-        text += "Tailscale) for all PCs and advertise this PC's VPN address"
         return Finding("nat", "warning", text, _ADVERTISE)
     if facts.advertise:
-        text = f"advertised addresses: {', '.join(facts.advertise)}"
+        text = tr("advertised addresses: {addresses}", addresses=", ".join(facts.advertise))
         return Finding("nat", "ok", text)
     if all(not _is_public(one) for one in usable):
-        text = f"{usable[0]} is a local address: only PCs on the same network can reach it"
+        text = tr(
+            "{address} is a local address: only PCs on the same network can reach it",
+            address=usable[0],
+        )
         return Finding("nat", "ok", text)
-    return Finding("nat", "ok", f"this PC has a public address: {_first_public(usable)}")
+    text = tr("this PC has a public address: {address}", address=_first_public(usable))
+    return Finding("nat", "ok", text)
 
 
 def _describe_relays(swarm: SwarmFacts) -> str:
     """Describe the relayed routes to this PC."""
     return ", ".join(
-        f"{swarm.peer_name(by)} reaches this PC through {swarm.peer_name(through)}"
+        tr(
+            "{pc} reaches this PC through {relay}",
+            pc=swarm.peer_name(by),
+            relay=swarm.peer_name(through),
+        )
         if through != by
-        else f"{swarm.peer_name(by)} reaches this PC over connections that this PC opens"
+        else tr("{pc} reaches this PC over connections that this PC opens", pc=swarm.peer_name(by))
         for by, to, through in swarm.relayed
         if to == swarm.own_id
     )
@@ -210,15 +254,22 @@ def _first_public(addresses: list[str]) -> str:
 
 def _check_wsl(facts: NetworkFacts) -> Finding:
     if facts.wsl == "mirrored":
-        return Finding("wsl", "ok", "WSL shares the network of Windows (mirrored)")
+        return Finding("wsl", "ok", tr("WSL shares the network of Windows (mirrored)"))
     if facts.advertise:
-        text = f"WSL has its own network ({facts.wsl}); other addresses are advertised"
-        return Finding("wsl", "warning", f"{text}: Windows must forward the ports")
+        text = tr(
+            "WSL has its own network ({mode}); other addresses are advertised: Windows must "
+            "forward the ports",
+            mode=facts.wsl,
+        )
+        return Finding("wsl", "warning", text)
     return Finding(
         "wsl",
         "problem",
-        f"WSL has its own network ({facts.wsl}), so other PCs can't reach molink here. Use "
-        "mirrored networking (in PowerShell), or install molink in Windows",
+        tr(
+            "WSL has its own network ({mode}), so other PCs can't reach molink here. Use mirrored "
+            "networking (in PowerShell), or install molink in Windows",
+            mode=facts.wsl,
+        ),
         (
             'Add-Content "$env:USERPROFILE\\.wslconfig" "[wsl2]`nnetworkingMode=mirrored"',
             "wsl --shutdown",
@@ -227,14 +278,17 @@ def _check_wsl(facts: NetworkFacts) -> Finding:
 
 
 def _check_discovery(facts: NetworkFacts, swarm: SwarmFacts | None) -> Finding:
-    by_hand = "use `molink join ADDRESS` with the address of the PC that leads the swarm instead"
+    by_hand = tr(
+        "to join, use `molink join ADDRESS` with the address of the PC that leads the swarm instead"
+    )
     if not facts.discovery:
-        return Finding("discovery", "ok", "disabled (`discovery = false`)")
+        return Finding("discovery", "ok", tr("disabled (`discovery = false`)"))
     if facts.multicast_error:
-        text = f"this PC can't use multicast (mDNS): {facts.multicast_error}. To join, {by_hand}"
+        text = tr("this PC can't use multicast (mDNS): {error}", error=facts.multicast_error)
+        text += f"; {by_hand}"
         return Finding("discovery", "warning", text, _open_port_commands(facts))
     if not facts.interfaces:
-        text = f"no network for discovery found. To join, {by_hand}"
+        text = f"{tr('no network for discovery found')}; {by_hand}"
         return Finding("discovery", "warning", text)
     if (
         swarm is not None
@@ -242,15 +296,21 @@ def _check_discovery(facts: NetworkFacts, swarm: SwarmFacts | None) -> Finding:
         and swarm.pairing_port
         and swarm.id not in facts.announced_swarms
     ):
-        whose = "this PC's own announcement" if swarm.leader == swarm.own_id else "its announcement"
-        return Finding(
-            "discovery",
-            "warning",
-            f"{whose} of the swarm is not received here: UDP port {_DISCOVERY_PORT} is "
-            "closed, the PCs are on different networks, or the Wi-Fi isolates its clients. "
-            f"To join, {by_hand}",
-            _open_port_commands(facts),
+        whose = tr("the swarm's announcement")
+        if swarm.leader == swarm.own_id:
+            whose = tr("this PC's own announcement of the swarm")
+        text = tr(
+            "{whose} is not received here: UDP port {port} is closed, the PCs are on different "
+            "networks, or the Wi-Fi isolates its clients",
+            whose=whose,
+            port=_DISCOVERY_PORT,
         )
+        commands = _open_port_commands(facts)
+        return Finding("discovery", "warning", f"{text}; {by_hand}", commands)
     count = len(facts.announced_swarms)
-    heard = f"{count} swarm{'s' * (count != 1)} found" if count else "no swarm found"
-    return Finding("discovery", "ok", f"{heard} on this network")
+    text = tr("no swarm found on this network")
+    if count:
+        text = tr_count(
+            "{count} swarm found on this network", "{count} swarms found on this network", count
+        )
+    return Finding("discovery", "ok", text)

@@ -25,9 +25,11 @@ from molink.wire.messages.admin import (
     Rebalance,
 )
 from molink.wire.messages.control_plane import ControlMessage
-from molinkd.cli.top.layout import SORT_ORDERS, body_lines, header_lines, wrap_text
+from molinkd.cli.plain_table import wrap_text
+from molinkd.cli.top.layout import SORT_ORDERS, body_lines, header_lines
 from molinkd.cli.top.status_feed import StatusFeed
 from molinkd.cli.top.view import SwarmView, make_view
+from molinkd.cli.translation import tr
 from molinkd.cli.units import format_duration
 
 #: Poll interval, in seconds.
@@ -40,10 +42,13 @@ SendRequest = Callable[[ControlMessage], Awaitable[ControlMessage]]
 #: Requests that keys can send.
 UserAction = PairingDecisionRequest | DrainRequest | Rebalance
 
-_KEYS_LINE = "? help  q quit  p pause  s sort  a approve  d drain  r rebalance  up/down scroll"
 #: How long the outcome of a command is shown, in seconds.
 _NOTICE_S = 8.0
-_HELP_TEXT = """\
+
+
+def _help_text() -> str:
+    return tr(
+        """\
 Keys
   ?  h         this help; any key closes it
   q  Ctrl-C    quit; the swarm keeps running
@@ -66,6 +71,7 @@ KV: memory in use and reserved. K: micro-batches in flight.
 queues: requests in each queue of the policy. swapped: requests in
 host memory, and its used and total blocks. Prompt and answer are
 in tokens."""
+    )
 
 
 class HelpScreen(ModalScreen[None]):
@@ -79,7 +85,7 @@ class HelpScreen(ModalScreen[None]):
     """
 
     def compose(self) -> ComposeResult:
-        yield Static(Text(_HELP_TEXT))
+        yield Static(Text(_help_text()))
 
     def on_key(self) -> None:
         """Close on any key."""
@@ -100,7 +106,9 @@ class ApprovalScreen(ModalScreen[PairingDecisionRequest | None]):
     ]
 
     def compose(self) -> ComposeResult:
-        text = "Type the code that the new PC shows.\nEnter approves, Ctrl-R rejects, Esc cancels."
+        text = tr(
+            "Type the code that the new PC shows.\nEnter approves, Ctrl-R rejects, Esc cancels."
+        )
         with VerticalScroll(can_focus=False):
             yield Static(Text(text))
             yield Input(max_length=64)
@@ -136,7 +144,7 @@ class ChoiceScreen(ModalScreen[DrainRequest | Rebalance | None]):
         self._text, self._actions = text, actions
 
     def compose(self) -> ComposeResult:
-        yield Static(Text(f"{self._text}\nAny other key cancels."))
+        yield Static(Text(f"{self._text}\n{tr('Any other key cancels.')}"))
 
     def on_key(self, event: Key) -> None:
         """Close on any key."""
@@ -145,12 +153,14 @@ class ChoiceScreen(ModalScreen[DrainRequest | Rebalance | None]):
 
 
 def _drain_screen() -> ChoiceScreen:
-    text = "d  drain: move this PC's layers to other PCs\nr  resume: let this PC hold layers again"
+    text = tr(
+        "d  drain: move this PC's layers to other PCs\nr  resume: let this PC hold layers again"
+    )
     return ChoiceScreen(text, {key: DrainRequest(ref=0, drain=key == "d") for key in "dr"})
 
 
 def _rebalance_screen() -> ChoiceScreen:
-    text = "y  reassign all layers across the connected PCs;\n   running answers continue"
+    text = tr("y  reassign all layers across the connected PCs;\n   running answers continue")
     return ChoiceScreen(text, {"y": Rebalance(ref=0)})
 
 
@@ -243,27 +253,30 @@ class TopApp(App[None]):
         header = [Text("molink top", "bold"), Text()]
         body: list[Text] = []
         if self._view is None:
-            header[1] = Text("waiting for molink on this PC ...")
+            header[1] = Text(tr("waiting for molink on this PC ..."))
         else:
             header = header_lines(self._view, width, stale=bool(self._failure))
             # One column is for the scroll bar.
             body = body_lines(self._view, width - 1, self._sort_order)
         if self._failure:
             elapsed = format_duration(self._clock() - self._failed_since)
-            shown = "" if self._view is None else "; showing the last status"
-            header[1] = Text(f"NO RESPONSE for {elapsed}{shown}", "bold red")
+            text = tr("NO RESPONSE for {time}", time=elapsed)
+            if self._view is not None:
+                text += tr("; showing the last status")
+            header[1] = Text(text, "bold red")
             why = [Text(line, "red") for line in wrap_text(sanitize_text(self._failure), width - 2)]
             body = [*why, Text(), *body]
         elif self._paused:
-            header[1] = Text("PAUSED; press p to continue", "bold yellow")
+            header[1] = Text(tr("PAUSED; press p to continue"), "bold yellow")
         for line in (*header, *body):
             line.truncate(width, overflow="crop")
         self._update_pane("header", header)
         self._update_pane("all", body)
         notice = self._notice if self._clock() - self._notice_at < _NOTICE_S else ""
-        self._update_pane(
-            "keys", [Text(notice or _KEYS_LINE, "bold", overflow="crop", no_wrap=True)]
+        keys = tr(
+            "? help  q quit  p pause  s sort  a approve  d drain  r rebalance  up/down scroll"
         )
+        self._update_pane("keys", [Text(notice or keys, "bold", overflow="crop", no_wrap=True)])
 
     def _update_pane(self, where: str, lines: list[Text]) -> None:
         """Update only what changed, so that an idle swarm costs nothing."""
@@ -315,13 +328,15 @@ class TopApp(App[None]):
 
 def _outcome_text(message: UserAction, reply: ControlMessage) -> str:
     if isinstance(message, Rebalance):
-        return "Reassigning all layers; see the events below."
+        return tr("Reassigning all layers; see the events below.")
     if isinstance(message, DrainRequest):
         if message.drain:
-            return "Draining this PC; its layers move as soon as other PCs can take them."
-        return "This PC can hold layers again."
-    name = quote_name(reply.name) if isinstance(reply, PairingDecisionReply) else "The PC"
-    return f"{name} was rejected." if message.refuse else f"{name} joined."
+            return tr("Draining this PC; its layers move as soon as other PCs can take them.")
+        return tr("This PC can hold layers again.")
+    name = tr("The PC")
+    if isinstance(reply, PairingDecisionReply):
+        name = quote_name(reply.name)
+    return tr("{pc} was rejected.", pc=name) if message.refuse else tr("{pc} joined.", pc=name)
 
 
 async def run_top(home: Path | None) -> None:

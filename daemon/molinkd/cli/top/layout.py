@@ -1,16 +1,16 @@
 """Lays out the view as lines of text for a screen width; plain functions.
 
-Uses only ASCII and 16 colours. A line is never wider than the screen.
+In English it uses only ASCII, and 16 colours. A line is never wider than the screen.
 """
 
-import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
-from rich.cells import cell_len, chop_cells, set_cell_size
+from rich.cells import cell_len, set_cell_size
 from rich.text import Text
 
 from molink.swarm.election.terms import epoch_text
+from molinkd.cli.plain_table import pad_cell, wrap_text
 from molinkd.cli.top.view import (
     PairingView,
     PcView,
@@ -20,6 +20,7 @@ from molinkd.cli.top.view import (
     SwarmView,
     TransferView,
 )
+from molinkd.cli.translation import tr, tr_count
 from molinkd.cli.units import (
     format_bandwidth,
     format_duration,
@@ -50,11 +51,14 @@ def screen_lines(view: SwarmView, width: int, order: SortOrder = "oldest") -> li
 
 def header_lines(view: SwarmView, width: int, *, stale: bool = False) -> list[Text]:
     """Return the two header lines: models and totals; the state of a stale view is unknown."""
-    state = Text("READY", "bold green") if view.ready else Text("NOT READY", "bold red")
+    state = Text(tr("READY"), "bold green") if view.ready else Text(tr("NOT READY"), "bold red")
     if stale:
-        state = Text("UNKNOWN", "bold yellow")
-    epochs = ", ".join(f"{ring.id} epoch {epoch_text(ring.epoch)}" for ring in view.rings)
-    room = max(20, width - len(f"molink top      {state}  {epochs}"))
+        state = Text(tr("UNKNOWN"), "bold yellow")
+    epochs = ", ".join(
+        tr("{ring} epoch {epoch}", ring=ring.id, epoch=epoch_text(ring.epoch))
+        for ring in view.rings
+    )
+    room = max(20, width - cell_len(f"molink top      {state}  {epochs}"))
     model = _truncate_text(view.model, room // 2)
     first = Text.assemble(
         ("molink top  ", "bold"),
@@ -73,12 +77,10 @@ def _totals_text(view: SwarmView, width: int) -> str:
     running = sum(ring.running for ring in view.rings)
     waiting = sum(ring.waiting for ring in view.rings)
     rate = sum(ring.tokens_per_s for ring in view.rings)
-    offline = f", {view.offline} offline" if view.offline else ""
-    parts = [
-        f"{view.online} PC{'s' * (view.online != 1)} connected{offline}",
-        f"{running} running, {waiting} waiting",
-        f"{rate:.1f} tokens/s",
-    ]
+    connected = tr_count("{count} PC connected", "{count} PCs connected", view.online)
+    if view.offline:
+        connected += tr(", {count} offline", count=view.offline)
+    parts = [connected, _queue_text(running, waiting), _rate_text(rate)]
     if len(view.rings) == 1:
         parts += _kv_parts(view.rings[0])
     text = "   ".join(parts)
@@ -88,26 +90,37 @@ def _totals_text(view: SwarmView, width: int) -> str:
     return text
 
 
+def _queue_text(running: int, waiting: int) -> str:
+    return tr("{running} running, {waiting} waiting", running=running, waiting=waiting)
+
+
+def _rate_text(rate: float) -> str:
+    return tr("{rate} tokens/s", rate=f"{rate:.1f}")
+
+
 def _kv_parts(ring: RingView) -> Iterator[str]:
     if ring.kv_reserved:
         yield f"KV {format_usage((ring.kv_used,), ring.kv_reserved)}"
     if ring.micro_batches:
         yield f"K {ring.micro_batches}"
     if ring.cached:
-        yield f"cached {ring.cached} %"
+        yield tr("cached {percent} %", percent=ring.cached)
 
 
 def _scheduler_parts(ring: RingView) -> Iterator[str]:
     """Yield the scheduler's state that the totals lack."""
     if ring.model:
-        yield f"{ring.running} running, {ring.waiting} waiting"
-        yield f"{ring.tokens_per_s:.1f} tokens/s"
+        yield _queue_text(ring.running, ring.waiting)
+        yield _rate_text(ring.tokens_per_s)
         yield from _kv_parts(ring)
     if ring.queues:
-        yield f"queues {' '.join(map(str, ring.queues))}"
+        yield tr("queues {lengths}", lengths=" ".join(map(str, ring.queues)))
     if ring.host_blocks or ring.swap_fallbacks:
-        recomputed = f", {ring.swap_fallbacks} recomputed" if ring.swap_fallbacks else ""
-        yield f"swapped {ring.swapped}, {ring.used_host_blocks}/{ring.host_blocks}{recomputed}"
+        blocks = f"{ring.used_host_blocks}/{ring.host_blocks}"
+        text = tr("swapped {count}, {blocks}", count=ring.swapped, blocks=blocks)
+        if ring.swap_fallbacks:
+            text += tr(", {count} recomputed", count=ring.swap_fallbacks)
+        yield text
 
 
 def body_lines(view: SwarmView, width: int, order: SortOrder = "oldest") -> list[Text]:
@@ -139,10 +152,11 @@ def _pairing_lines(pairings: Sequence[PairingView], width: int) -> Iterator[Text
     if not pairings:
         return
     name = max(16, min(44, width - 60))
-    yield Text(f"{'WAITING TO JOIN':<{name + 3}} {'code':<12} from", _WARNING_STYLE)
+    columns = (tr("WAITING TO JOIN"), name + 3), (tr("code"), 12), (tr("from"), 8)
+    yield Text(_format_cells(*columns), _WARNING_STYLE)
     for one in pairings:
-        line = Text(f"   {_pad_cell(one.name, name)} ")
-        line.append(_pad_cell(one.code, 12), "bold")
+        line = Text(f"   {_fit_cell(one.name, name)} ")
+        line.append(_fit_cell(one.code, 12), "bold")
         line.append(f" {one.address}")
         yield line
 
@@ -151,19 +165,16 @@ def _ring_lines(ring: RingView, width: int) -> Iterator[Text]:
     """Yield the scheduler's state, then each stage and its link to the next one."""
     name, device = _column_widths(width - 48, 15, 44)
     if ring.model:
-        yield Text(f"{ring.model}, {ring.id}{'' if ring.ready else ', not ready'}", "bold")
+        state = "" if ring.ready else f", {tr('not ready')}"
+        yield Text(f"{ring.model}, {ring.id}{state}", "bold")
     yield from map(Text, _pack_lines(list(_scheduler_parts(ring)), width))
-    yield Text(
-        f"{'RING':<{name + 3}} {'layers':>6} {'device':<{device}} {'weights+KV/all':>15} "
-        f"{'busy':>5} {'bubble':>6} {'step':>7}",
-        _TITLE_STYLE,
-    )
+    columns = (tr("RING"), name + 3), (tr("layers"), -6), (tr("device"), device)
+    load = (tr("weights+KV/all"), -15), (tr("busy"), -5), (tr("bubble"), -6), (tr("step"), -7)
+    yield Text(_format_cells(*columns, *load), _TITLE_STYLE)
     if any(stage.link is not None for stage in ring.stages):
-        yield Text(
-            f"{'   > link to':<{name + 3}} {'bandwidth':>11} {'latency':>8} "
-            f"{'decode wait+sent':>17} {'bulk wait+sent':>17}",
-            _TITLE_STYLE,
-        )
+        link = (f"   > {tr('link to')}", name + 3), (tr("bandwidth"), -11), (tr("latency"), -8)
+        channels = (tr("decode wait+sent"), -17), (tr("bulk wait+sent"), -17)
+        yield Text(_format_cells(*link, *channels), _TITLE_STYLE)
     for stage in ring.stages:
         yield _stage_line(stage, name, device)
         if stage.link is not None:
@@ -177,8 +188,8 @@ def _stage_line(stage: StageView, name: int, device: int) -> Text:
         else format_size(stage.memory)
     )
     line = Text(f"{stage.number:>2} ")
-    line.append(_pad_cell(stage.pc, name), "bold")
-    line.append(f" {stage.layers:>6} {_pad_cell(stage.device, device)} {memory:>15} ")
+    line.append(_fit_cell(stage.pc, name), "bold")
+    line.append(f" {stage.layers:>6} {_fit_cell(stage.device, device)} {memory:>15} ")
     if stage.doing:
         line.append(stage.doing, _WARNING_STYLE)
     else:
@@ -196,7 +207,7 @@ def _link_line(stage: StageView, name: int) -> Text:
         for channel in (link.decode, link.bulk)
     ]
     return Text(
-        f"   > {_pad_cell(stage.link.target, name - 2)} {format_bandwidth(link.rate):>11} "
+        f"   > {_fit_cell(stage.link.target, name - 2)} {format_bandwidth(link.rate):>11} "
         f"{format_seconds(link.latency_s):>8} {channels[0]:>17} {channels[1]:>17}"
     )
 
@@ -205,18 +216,16 @@ def _pc_lines(others: Sequence[PcView], width: int) -> Iterator[Text]:
     if not others:
         return
     name, device = _column_widths(width - 36, 17, 44)
-    yield Text(
-        f"{'PCs WITHOUT A STAGE':<{name + 3}} {'state':<8} {'device':<{device}} {'memory':>8}",
-        _TITLE_STYLE,
-    )
+    columns = (tr("PCs WITHOUT A STAGE"), name + 3), (tr("state"), 8), (tr("device"), device)
+    yield Text(_format_cells(*columns, (tr("memory"), -8)), _TITLE_STYLE)
     for pc in others:
         line = Text("   ")
-        line.append(_pad_cell(pc.name, name), "bold")
+        line.append(_fit_cell(pc.name, name), "bold")
         line.append(
-            f" {_pad_cell(pc.state, 8)}", "green" if pc.state == "online" else _WARNING_STYLE
+            f" {_fit_cell(pc.state, 8)}", "green" if pc.state == "online" else _WARNING_STYLE
         )
         line.append(
-            f" {_pad_cell(pc.device, device)} {format_size(pc.memory) if pc.memory else '':>8}"
+            f" {_fit_cell(pc.device, device)} {format_size(pc.memory) if pc.memory else '':>8}"
         )
         line.append(f" {pc.stages}")
         yield line
@@ -228,39 +237,39 @@ def _request_lines(view: SwarmView, width: int, order: SortOrder) -> Iterator[Te
     if not view.rings:
         return
     if not requests:
-        yield Text("REQUESTS  none", _TITLE_STYLE)
+        yield Text(tr("REQUESTS  none"), _TITLE_STYLE)
         return
     name = max(22, min(44, width - 54))
-    title = f"REQUESTS, {order} first"
-    yield Text(
-        f"{title:<{name + 3}} {'phase':<13} {'prompt':>8} {'answer':>8} {'tokens/s':>9} {'age':>7}",
-        _TITLE_STYLE,
-    )
+    titles: dict[SortOrder, str] = {
+        "oldest": tr("REQUESTS, oldest first"),
+        "fastest": tr("REQUESTS, fastest first"),
+        "longest": tr("REQUESTS, longest first"),
+    }
+    columns = (titles[order], name + 3), (tr("phase"), 13), (tr("prompt"), -8), (tr("answer"), -8)
+    yield Text(_format_cells(*columns, (tr("tokens/s"), -9), (tr("age"), -7)), _TITLE_STYLE)
     for one in sorted(requests, key=_SORT_KEYS[order]):
         rate = f"{one.tokens_per_s:.1f}" if one.tokens_per_s else ""
-        line = Text(f"   {_pad_cell(one.pc, name)} ")
-        line.append(_pad_cell(one.phase, 13), "green" if one.state == "decode" else _WARNING_STYLE)
+        line = Text(f"   {_fit_cell(one.pc, name)} ")
+        line.append(_fit_cell(one.phase, 13), "green" if one.state == "decode" else _WARNING_STYLE)
         line.append(
             f" {one.prompt:>8} {one.generated:>8} {rate:>9} {format_duration(one.age_s):>7}"
         )
         yield line
     if unseen > 0:
-        yield Text(f"   and {unseen} more")
+        yield Text(f"   {tr('and {count} more', count=unseen)}")
 
 
 def _transfer_lines(transfers: Sequence[TransferView], width: int) -> Iterator[Text]:
     if not transfers:
         return
     name = max(17, min(44, width - 59))
-    yield Text(
-        f"{'TRANSFERS to':<{name + 3}} {'what':<17} {'done/all':>17} {'rate':>10} {'left':>7}",
-        _TITLE_STYLE,
-    )
+    columns = (tr("TRANSFERS to"), name + 3), (tr("what"), 17), (tr("done/all"), -17)
+    yield Text(_format_cells(*columns, (tr("rate"), -10), (tr("left"), -7)), _TITLE_STYLE)
     for one in transfers:
         rate = f"{format_size(one.rate)}/s" if one.rate else ""
         left = "" if one.left_s is None else format_duration(one.left_s)
         yield Text(
-            f"   {_pad_cell(one.pc, name)} {_pad_cell(one.what, 17)} "
+            f"   {_fit_cell(one.pc, name)} {_fit_cell(one.what, 17)} "
             f"{f'{format_size(one.done)}/{format_size(one.total)}':>17} {rate:>10} {left:>7}"
         )
 
@@ -269,28 +278,22 @@ def _event_lines(view: SwarmView, width: int) -> Iterator[Text]:
     """Yield events, newest first."""
     if not view.events:
         return
-    yield Text("EVENTS", _TITLE_STYLE)
+    yield Text(tr("EVENTS"), _TITLE_STYLE)
     for event in view.events:
-        ago = "" if event.age_s is None else f"{format_duration(event.age_s)} ago"
+        ago = ""
+        if event.age_s is not None:
+            ago = tr("{time} ago", time=format_duration(event.age_s))
         first, *rest = wrap_text(event.text, width - 17)
-        yield Text(f"{ago:>13}  {first}")
+        yield Text(f"{pad_cell(ago, -13)}  {first}")
         for part in rest:
             yield Text(f"{'':>13}  {part}")
-
-
-def wrap_text(text: str, width: int) -> list[str]:
-    """Wrap a text to ``width`` columns, at least 20; at words unless it has wide characters."""
-    width = max(20, width)
-    if cell_len(text) > len(text):
-        return chop_cells(text, width)
-    return textwrap.wrap(text, width) or [""]
 
 
 def _pack_lines(parts: Sequence[str], width: int) -> Iterator[str]:
     """Pack parts into as few lines as possible."""
     line = ""
     for part in parts:
-        if line and len(line) + 3 + len(part) > width:
+        if line and cell_len(line) + 3 + cell_len(part) > width:
             yield line
             line = part
         else:
@@ -308,12 +311,19 @@ def _column_widths(room: int, least: int, most: int) -> tuple[int, int]:
     return name, max(8, min(most, room - name))
 
 
+def _format_cells(*columns: tuple[str, int]) -> str:
+    """Put texts into columns of given widths, negative ones on the right; cut what is longer."""
+    return " ".join(
+        pad_cell(_truncate_text(text, abs(width)), width) for text, width in columns
+    ).rstrip()
+
+
 def _truncate_text(text: str, width: int) -> str:
     """Truncate a text to ``width`` columns."""
-    return text if cell_len(text) <= width else _pad_cell(text, width)
+    return text if cell_len(text) <= width else _fit_cell(text, width)
 
 
-def _pad_cell(text: str, width: int) -> str:
+def _fit_cell(text: str, width: int) -> str:
     """Pad or truncate a text to exactly ``width`` columns; ``~`` marks truncation."""
     fitted = set_cell_size(text, width)
     if fitted.rstrip() != text.rstrip():

@@ -18,6 +18,7 @@ from molink.swarm.controller.status_schema import (
     split_event,
 )
 from molink.swarm.membership.sanitize import quote_name
+from molinkd.cli.translation import tr
 
 #: Maximum number of notices, which leaves room for the rest.
 _MAX_NOTICES = 4
@@ -158,8 +159,8 @@ def make_view(status: SwarmStatus, *, demo: bool = False) -> SwarmView:
     pcs = [peer.state == "online" for peer in status.peers if not peer.pc]
     online = sum(pcs)
     return SwarmView(
-        swarm=sanitize_text(status.swarm) + (" (demo)" if demo else ""),
-        model=", ".join(sanitize_text(one) for one in _model_names(status)) or "no model",
+        swarm=sanitize_text(status.swarm) + (tr(" (demo)") if demo else ""),
+        model=", ".join(sanitize_text(one) for one in _model_names(status)) or tr("no model"),
         ready=status.is_ready,
         online=online,
         offline=len(pcs) - online,
@@ -179,33 +180,45 @@ def _limit_notices(notices: list[str]) -> tuple[str, ...]:
     more = len(notices) - _MAX_NOTICES
     if more <= 1:
         return tuple(notices)
-    return (*notices[:_MAX_NOTICES], f"and {more} more notices: see `molink status`")
+    return (
+        *notices[:_MAX_NOTICES],
+        tr("and {count} more notices: see `molink status`", count=more),
+    )
 
 
 def _make_notices(status: SwarmStatus, names: dict[str, str]) -> Iterator[str]:
     """Yield notices, most important first."""
     if status.coordinator.state != "running":
-        yield f"Coordinator unavailable; local information only: {sanitize_text(status.trouble)}"
+        yield tr(
+            "Coordinator unavailable; local information only: {reason}",
+            reason=sanitize_text(status.trouble),
+        )
     elif not status.pipelines:
-        yield f"No pipeline: {sanitize_text(status.trouble)}"
+        yield tr("No pipeline: {reason}", reason=sanitize_text(status.trouble))
     for pipeline in status.pipelines:
         if pipeline.reason:
-            ready = "is ready" if pipeline.ready else "is not ready"
-            of = f" of {sanitize_text(pipeline.model)}" if len(status.pipelines) > 1 else ""
             name, reason = sanitize_text(pipeline.id), sanitize_text(pipeline.reason)
-            yield f"Pipeline {name}{of} {ready}: {reason}"
+            if len(status.pipelines) > 1:
+                name += tr(" of {model}", model=sanitize_text(pipeline.model))
+            state = tr("ready") if pipeline.ready else tr("not ready")
+            yield tr("Pipeline {name} is {state}: {reason}", name=name, state=state, reason=reason)
     for peer in status.peers:
         if peer.reason:
-            yield f"{names[peer.id]} is {sanitize_text(peer.reason)}"
+            yield tr("{pc} is {state}", pc=names[peer.id], state=sanitize_text(peer.reason))
     if status.files:
         yield sanitize_text(status.files)
     for one in status.banned_peers:
         name, banned_by = sanitize_text(one.name), sanitize_text(one.banned_by)
-        yield f"{name} was banned by {banned_by}: {sanitize_text(one.reason)}"
+        yield tr(
+            "{pc} was banned by {by}: {reason}",
+            pc=name,
+            by=banned_by,
+            reason=sanitize_text(one.reason),
+        )
 
 
 def _model_names(status: SwarmStatus) -> list[str]:
-    named = [f"{one.name} (stopped)" if one.stopped else one.name for one in status.models]
+    named = [one.name + (tr(" (stopped)") if one.stopped else "") for one in status.models]
     return named or ([status.model] if status.model else [])
 
 
@@ -310,8 +323,9 @@ def _pc_view(peer: PeerStatus) -> PcView:
 def _transfer_views(status: SwarmStatus) -> Iterator[TransferView]:
     for peer in status.peers:
         for one in peer.transfers if peer.state == "online" else ():
-            what = "copy" if one.copy else "weights"
-            source = f"{what} from {one.source}" if one.source else what
+            source = what = tr("copy") if one.copy else tr("weights")
+            if one.source:
+                source = tr("{model} from {source}", model=what, source=one.source)
             yield TransferView(
                 sanitize_text(peer.name),
                 sanitize_text(source),

@@ -449,14 +449,14 @@ def test_wsl_is_checked_only_inside_it() -> None:
             network(multicast_error="no route"),
             None,
             "warning",
-            "(mDNS): no route.",
+            "(mDNS): no route;",
             "sudo ufw allow",
         ),
         (
             network(),
             swarm(pairing_port=5479),
             "warning",
-            "its announcement of the swarm is not received here",
+            "the swarm's announcement is not received here",
             "5353/udp",
         ),
         (
