@@ -75,7 +75,7 @@ async def _ask(session: aiohttp.ClientSession, url: str, body: Body) -> Answer:
 
 
 async def run_client(url: str) -> None:
-    """Entry point in a namespace: each line of stdin is a request, or empty for the counters; each
+    """Entry point in a namespace: each line of stdin is a request, or empty for the metrics; each
     line of stdout the answer."""
     timeout = aiohttp.ClientTimeout(total=None)
     async with aiohttp.ClientSession(timeout=timeout) as session:
@@ -86,8 +86,7 @@ async def run_client(url: str) -> None:
                 continue
             await asyncio.sleep(2.0)  # counters come with the next report
             async with session.get(f"{url}/metrics") as response:
-                found = _COUNTERS.findall(await response.text())
-            print(json.dumps({name: float(value) for name, value in found}), flush=True)
+                print(json.dumps(await response.text()), flush=True)
 
 
 class Client:
@@ -102,10 +101,13 @@ class Client:
         """Ask a question, and wait for the end of its answer."""
         return Answer(*self._exchange(body))
 
+    def read_metrics(self) -> str:
+        """The endpoint's metrics."""
+        return str(self._exchange({}))
+
     def read_counters(self) -> dict[str, float]:
         """The drafts so far, and how many of them were right."""
-        found: dict[str, float] = self._exchange({})
-        return found
+        return {name: float(value) for name, value in _COUNTERS.findall(self.read_metrics())}
 
     def _exchange(self, body: Body) -> Any:
         process = self._process
@@ -163,7 +165,7 @@ def measure_kind(
     """Ask all sides in turn, and print a row of each."""
     before = {name: client.read_counters() for name, client in clients.items()}
     answers: dict[str, list[Answer]] = {name: [] for name in clients}
-    for index, body in enumerate(requests * repeats):
+    for index, body in enumerate([*requests] * repeats):
         for name in list(clients)[:: -1 if index % 2 else 1]:
             answers[name].append(clients[name].ask(body))
     first = next(iter(answers.values()))

@@ -10,7 +10,7 @@ accepts what the answer continues with. Small models go round in circles, which 
 easily, so an answer ends where eight of its tokens come a second time. The kind ``later chat`` is
 ``chat`` after 96 other chats. ``lookup`` is without earlier answers; ``oracle`` then sends no draft
 after the last right one: the most that better block sizes, and dropping wrong rows on their way,
-could bring.
+could bring. With ``--fixed 1,4,15`` there are also rows for so many drafts in each pass.
 
 ``--candidates`` counts how often the best, the second and the next six candidates of lookup are
 right: what sibling rows of a token tree could bring.
@@ -106,12 +106,17 @@ def print_candidates(kind: str, texts: Sequence[KnownText]) -> None:
     print(f"| {kind} | {' | '.join(f'{100 * ranks[rank] / total:.1f}' for rank in range(3))} |")
 
 
+def _parse_numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
 def main() -> None:
     """Simulate, and print a table as Markdown."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("ring", nargs="?", default="rtx4090:100:30", help="DEVICE:MBPS:MS one way")
     parser.add_argument("--model", default="qwen-7b")
     parser.add_argument("--streams", type=int, default=1)
+    parser.add_argument("--fixed", type=_parse_numbers, default=[], help="numbers of drafts")
     parser.add_argument("--candidates", action="store_true")
     options = parser.parse_args()
     kinds = load_texts()
@@ -128,7 +133,10 @@ def main() -> None:
         without = simulate_scenario(plain)
         lookup = replace(auto, prefix_cache=False)
         oracle = replace(lookup, oracle_drafts=True)
-        for name, scenario in (("auto", auto), ("lookup", lookup), ("oracle", oracle)):
+        sides = {"auto": auto, "lookup": lookup, "oracle": oracle}
+        for count in options.fixed:
+            sides[str(count)] = replace(auto, num_speculative_tokens=count)
+        for name, scenario in sides.items():
             cells = format_row(kind, name, simulate_scenario(scenario), without)
             print(f"| {' | '.join(cells)} |", flush=True)
 

@@ -30,6 +30,7 @@ from molink.scheduler.config import SchedulerConfig
 from molink.scheduler.policies.answer_lengths import AnswerLengths
 from molink.scheduler.policies.create import create_scheduling_policy
 from molink.scheduler.scheduler import Scheduler
+from molink.scheduler.speculation.answer_history import AnswerHistory
 from molink.scheduler.speculation.base import DraftSource
 from molink.scheduler.speculation.prompt_lookup import PromptLookup
 from molink.wire.messages.data_plane import MAX_MICRO_BATCHES, MAX_SLICES
@@ -128,7 +129,7 @@ class StageEnvironment:
     ``create_receiver`` creates the scheduler's receiver at stage 0. Without ``link`` the ring has
     no links of its own: either it is a single stage, or the caller passes the next stage to
     :meth:`RingStage.start`. ``on_broken`` is as in :class:`Ring`. ``draft_model`` runs the draft
-    model if the scheduler's config has one. ``answer_lengths`` outlive the ring.
+    model if the scheduler's config has one. ``answer_lengths`` and ``history`` outlive the ring.
     """
 
     timers: Timers
@@ -139,6 +140,7 @@ class StageEnvironment:
     link: LinkEnvironment | None = None
     draft_model: DraftRunner | None = None
     answer_lengths: AnswerLengths = field(default_factory=AnswerLengths)
+    history: AnswerHistory = field(default_factory=AnswerHistory)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +190,13 @@ def build_ring(plan: RingPlan, environment: StageEnvironment) -> RingStage:
     if plan.shape.is_first:
         policy = create_scheduling_policy(plan.scheduling_policy)
         policy.set_answer_lengths(environment.answer_lengths)
-        scheduler = Scheduler(plan.scheduler_limits, plan.epoch, policy, plan.create_draft_source)
+        scheduler = Scheduler(
+            plan.scheduler_limits,
+            plan.epoch,
+            policy,
+            plan.create_draft_source,
+            environment.history,
+        )
         bridge = SchedulerBridge(
             scheduler,
             environment.create_receiver(scheduler),

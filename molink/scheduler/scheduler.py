@@ -18,6 +18,7 @@ from molink.scheduler.prefix_tree import ROOT
 from molink.scheduler.queue_limits import QueueLimits, WaitEstimator
 from molink.scheduler.request_queues import RequestQueues
 from molink.scheduler.request_state import Emission, RequestState
+from molink.scheduler.speculation.answer_history import AnswerHistory
 from molink.scheduler.speculation.base import DraftSource
 from molink.scheduler.speculation.prompt_lookup import PromptLookup
 from molink.scheduler.speculation.speculation import (
@@ -56,7 +57,7 @@ class Scheduler:
     idle; the batch goes to stage 0's scoreboard in order. The last stage's messages go to
     ``on_sampled``, ``on_tombstone`` and ``on_released``. ``now`` is in seconds of any monotonic
     clock. ``policy`` orders requests (default: first come, first served); ``create_draft_source``
-    creates the draft source of a request.
+    creates the draft source of a request; ``history`` has the model's answers of earlier epochs.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Scheduler:
         epoch: int,
         policy: SchedulingPolicy | None = None,
         create_draft_source: Callable[[], DraftSource] = PromptLookup,
+        history: AnswerHistory | None = None,
     ) -> None:
         self.config = config
         self.epoch = epoch
@@ -75,7 +77,7 @@ class Scheduler:
         self._ring_times = RingTimes(config.profiles, (), config.row_bytes)
         policy.set_times(self._ring_times)
         self._in_flight = InFlightTracker()
-        self._speculation = Speculation(config, create_draft_source)
+        self._speculation = Speculation(config, create_draft_source, history)
         self._swap = SwapManager(config, self._queues, self._cache)
         self._batcher = Batcher(
             config, self._queues, self._cache, self._in_flight, self._speculation, self._swap

@@ -11,6 +11,7 @@ from molink.scheduler.batch import MicroBatch
 from molink.scheduler.config import SchedulerConfig
 from molink.scheduler.request_state import Emission
 from molink.scheduler.scheduler import Scheduler
+from molink.scheduler.speculation.answer_history import AnswerHistory
 from molink.scheduler.speculation.base import DraftProposal
 from molink.wire.messages.data_plane import (
     MAX_SLICES,
@@ -371,17 +372,19 @@ class Silent:
     ("salt", "prefix_cache", "drafts"),
     [(b"", True, (61, 62)), (b"other", True, ()), (b"", False, ())],
 )
-def test_answers_of_the_same_cache_scope_are_drafted(
+def test_answers_of_the_same_cache_scope_are_drafted_in_any_epoch(
     salt: bytes, prefix_cache: bool, drafts: tuple[int, ...]
 ) -> None:
     config = SchedulerConfig(64, 4, 1, num_speculative_tokens=3, prefix_cache=prefix_cache)
-    made = Scheduler(config, 1, create_draft_source=Silent)
+    history = AnswerHistory()
+    made = Scheduler(config, 1, create_draft_source=Silent, history=history)
     submit(made, "a", answer=3)
     for token in (60, 61, 62):
         say(made, sent(made.next_batch(0.0)), token)
-    submit(made, "b", cache_salt=salt)
-    batch = made.next_batch(0.0)
-    assert batch is not None
-    say(made, batch.volumes[0].header, 60)
-    (rows,) = sent(made.next_batch(0.0)).slices
-    assert rows.drafts == drafts
+    for again in (made, Scheduler(config, 2, create_draft_source=Silent, history=history)):
+        submit(again, "b", cache_salt=salt)
+        batch = again.next_batch(0.0)
+        assert batch is not None
+        say(again, batch.volumes[0].header, 60)
+        (rows,) = sent(again.next_batch(0.0)).slices
+        assert rows.drafts == drafts

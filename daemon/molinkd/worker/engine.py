@@ -1,7 +1,7 @@
 """Interfaces between a worker and the model it runs."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from molink.checkpoint.adapters import Adapter
@@ -11,6 +11,7 @@ from molink.facts.dtypes import WeightDType
 from molink.facts.images import ImageInput
 from molink.facts.profile import Profile
 from molink.ring.stage import DraftRunner, StepExecutor
+from molink.scheduler.speculation.answer_history import AnswerHistory
 from molink.text.grammar_matcher import GrammarCompiler
 from molink.wire.messages.worker_pipe import LoadStage
 from molinkd.worker.request_table import RequestTable
@@ -167,3 +168,5 @@ class StageEngine:
     images: ImageEncoderLike | None = None
     #: Seconds spent on the profile.
     profile_s: float = 0.0
+    #: The model's answers, which draft later ones; outlives epochs.
+    history: AnswerHistory = field(default_factory=AnswerHistory)

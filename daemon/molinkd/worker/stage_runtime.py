@@ -98,6 +98,7 @@ class StageRuntime:
                 link,
                 model,
                 answers or AnswerLengths(),
+                engine.history,
             ),
         )
 

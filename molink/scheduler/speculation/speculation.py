@@ -59,10 +59,16 @@ class Speculation:
     """Chooses drafts for one scheduler, whose requests each have a :class:`RequestDrafter`.
 
     ``num_speculative_tokens`` drafts per row, or as many as pay off. Requests get their drafts from
-    sources made by ``create_source``, and from the draft model if there is one.
+    sources made by ``create_source``, from ``history``, to which their answers are added, and from
+    the draft model if there is one.
     """
 
-    def __init__(self, config: SchedulerConfig, create_source: Callable[[], DraftSource]) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        create_source: Callable[[], DraftSource],
+        history: AnswerHistory | None = None,
+    ) -> None:
         self._config = config
         self._create_source = create_source
         self._auto = config.num_speculative_tokens == AUTO_DRAFTS
@@ -72,7 +78,7 @@ class Speculation:
         model = config.draft_model if config.num_speculative_tokens else None
         self.draft_queue = DraftModelQueue(model, self._costs, fixed)
         shares = config.prefix_cache and config.num_speculative_tokens
-        self._history = AnswerHistory() if shares else None
+        self._history = (history or AnswerHistory()) if shares else None
         self._history_record = DraftRecord()
         self.num_drafted = 0
         self.num_accepted = 0
