@@ -1,1 +1,1 @@
-"""The control plane, sans-IO: membership, placement, formation, and a daemon's own decisions."""
+"""The control plane, sans-IO: membership, placement, formation, and a daemon's decisions."""

@@ -1,12 +1,12 @@
 """A clock that skips time in which this process did not run.
 
-A stopped process or a sleeping PC hears nothing. What peers sent meanwhile waits in its sockets,
-but its timers fire first. Timeouts on peers' silence, or on its own waiting, use this clock
-instead.
+A stopped process or a sleeping PC hears nothing. Messages that peers sent meanwhile wait in its
+sockets, but its timers fire first. So timeouts of peers' silence, or of its own waiting, use this
+clock.
 """
 
-#: If two readings are further apart than this, in seconds, the process did not run in between. So
-#: the clock must be read several times a second.
+#: Seconds between two readings above which the process did not run in between. So the clock must be
+#: read several times a second.
 MAX_STEP = 1.0
 
 
@@ -15,11 +15,11 @@ class RunningTime:
 
     def __init__(self, now: float) -> None:
         self._last = now
-        #: Seconds skipped so far.
+        #: Total seconds skipped.
         self.skipped_s = 0.0
 
     def counted_time(self, now: float) -> float:
-        """Running time at ``now``; never decreases, and stands still over a standstill."""
+        """Return the running time at ``now``, which never decreases and excludes standstills."""
         step = now - self._last
         if step > MAX_STEP:
             self.skipped_s += step

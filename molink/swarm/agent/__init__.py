@@ -1,1 +1,1 @@
-"""What a peer decides about its own stages."""
+"""A peer's decisions about its own stages."""

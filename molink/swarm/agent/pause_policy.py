@@ -1,6 +1,6 @@
-"""When a PC that may hold layers holds none.
+"""Decides when a PC that may hold layers holds none.
 
-Its user has drained it, the time of day forbids it, or other programs use its GPU, such as a game.
+Its user has drained it, the time of day forbids it, or other programs, such as a game, use its GPU.
 """
 
 import math
@@ -10,16 +10,16 @@ from dataclasses import dataclass
 
 DRAINED_REASON = "drained"
 CONTENTION_REASON = "paused while another program uses its GPU"
-#: Other programs count as using the GPU above the first share of its time, and no longer below the
-#: second.
+#: Shares of the GPU's time: other programs count as using it above the first, and no longer below
+#: the second.
 BUSY_SHARE = 0.3
 FREE_SHARE = 0.15
-#: This PC pauses after this many seconds of such use, and resumes after that many without it.
+#: Seconds of such use after which this PC pauses, and seconds without it after which it resumes.
 PAUSE_DELAY_S = 15.0
 RESUME_DELAY_S = 120.0
-#: Time constant of the averaged share, in seconds: a loading screen doesn't end a game.
+#: Time constant of the averaged share in seconds, so that a loading screen doesn't end a game.
 _AVERAGING_TIME_S = 5.0
-#: A longer gap between samples, in seconds, restarts the average.
+#: Seconds between samples above which the average restarts.
 _MAX_GAP_S = 15.0
 _MINUTES_PER_DAY = 24 * 60
 _TIME_RANGE = re.compile(r"(\d{1,2}):(\d\d)-(\d{1,2}):(\d\d)")
@@ -64,12 +64,12 @@ class DailyWindow:
 
 
 class DeviceContention:
-    """Whether other programs use the device so much that this PC pauses."""
+    """Detects whether other programs use the device so much that this PC should pause."""
 
     def __init__(self) -> None:
         self.busy = False
         self._mean = 0.0
-        #: Time of the last sample, and since when the average contradicts ``busy``.
+        #: Time of the last sample, and time since which the average contradicts ``busy``.
         self._observed_at: float | None = None
         self._since: float | None = None
 
@@ -107,7 +107,10 @@ class PausePolicy:
         self.contention = DeviceContention()
 
     def pause_reason(self, minute: int) -> str:
-        """Why this PC pauses, for people; empty if it doesn't. ``minute`` of the local day."""
+        """Return why this PC pauses, for people; empty if it doesn't.
+
+        ``minute`` is the minute of the local day.
+        """
         if self.drained:
             return DRAINED_REASON
         window = next((time for time in self._windows if time.contains_minute(minute)), None)

@@ -1,8 +1,8 @@
 """The stage agent, like a kubelet: carries out this peer's assignments.
 
-It fetches files, and starts, forms and stops workers. Sans-IO: the coordinator's instructions and
-the reports of workers and transfers in, actions out. Each attempt has a *generation*, so that
-reports of a replaced worker are not taken for its successor's.
+It fetches files, and starts, forms and stops workers. Sans-IO: it takes the coordinator's
+instructions and the reports of workers and transfers, and returns actions. Each attempt has a
+*generation*, so that reports of a replaced worker are not mistaken for its successor's.
 """
 
 from collections import deque
@@ -39,7 +39,7 @@ class FetchFilesAction:
 
 @dataclass(frozen=True, slots=True)
 class StartWorkerAction:
-    """Start a worker, whose files are here."""
+    """Start a worker, whose files are on this PC."""
 
     generation: int
     start: LoadStage
@@ -94,9 +94,9 @@ class StageAgent:
     def assign_stage(self, message: Assign) -> list[AgentAction]:
         """Accept an assignment, reusing the worker if possible.
 
-        A worker with the same layers is kept. One with other layers of the same weights switches
-        once their files are here, and stays in its ring until then. A reused worker has to answer a
-        ping first; otherwise it is replaced.
+        A worker with the same layers is kept. A worker with other layers of the same weights
+        switches when their files have arrived, and stays in its ring until then. A reused worker
+        must answer a ping first; otherwise it is replaced.
         """
         self._log_transition(
             f"assign {message.pipeline} epoch {message.epoch} layers {message.layers}"
@@ -159,7 +159,7 @@ class StageAgent:
         return [StopWorkerAction(stage.generation)] if stage is not None else []
 
     def _start_generation(self, message: Assign) -> FetchFilesAction:
-        """Start over with a new worker."""
+        """Start again with a new worker."""
         self._last_generation += 1
         kept = StageState(message, self._last_generation, LivenessProbe(self._now))
         self._stages[message.pipeline] = kept
@@ -219,7 +219,7 @@ class StageAgent:
     # --- from transfers and workers ---
 
     def on_files_fetched(self, generation: int, start: LoadStage) -> list[AgentAction]:
-        """The files of an assignment are here; ``start`` is the worker's first message."""
+        """Handle the arrival of an assignment's files; ``start`` is the worker's first message."""
         stage = self._find_stage(generation)
         if stage is None or stage.phase != "fetching":
             return []
@@ -243,7 +243,8 @@ class StageAgent:
         files_missing: bool = False,
         kill: bool = False,
     ) -> list[AgentAction]:
-        """The files are unavailable, or the worker failed to start, exited or must be killed.
+        """Handle a failure: missing files, or a worker that failed to start, exited or must be
+        killed.
 
         ``out_of_memory``: too little device memory while another stage is loaded.
         ``files_missing``: no online PC has some of the files.
@@ -305,10 +306,10 @@ class StageAgent:
     def worker_states(
         self, transfers: Mapping[int, tuple[int, int, int]], slowdowns: Mapping[str, float]
     ) -> tuple[WorkerState, ...]:
-        """All assignments for the report to the coordinator.
+        """Describe all assignments for the report to the coordinator.
 
-        ``transfers`` maps generations to bytes done, bytes in all, and bytes per second;
-        ``slowdowns`` maps pipelines to measured over expected step time.
+        ``transfers`` maps generations to bytes done, total bytes, and bytes per second;
+        ``slowdowns`` maps pipelines to the ratio of measured to expected step time.
         """
         none = 0, 0, 0
         return tuple(
@@ -328,11 +329,11 @@ class StageAgent:
         )
 
     def describe(self) -> str:
-        """All assignments in one line, for people."""
+        """Describe all assignments in one line, for people."""
         return ", ".join(stage.describe() for stage in self._stages.values()) or "no stage"
 
     def resend_reports(self) -> list[SendToCoordinatorAction]:
-        """Repeat all reports, after the connection to the coordinator was lost."""
+        """Repeat all reports after the connection to the coordinator was lost."""
         return [
             SendToCoordinatorAction(each)
             for stage in self._stages.values()
@@ -373,7 +374,7 @@ def _profiles_by_stage(profiles: Mapping[int, Profile], stages: int) -> tuple[Pr
 
 
 def _same_weights(old: Assign, new: Assign) -> bool:
-    """Whether layers that both contain are identical in memory."""
+    """Whether layers that both assignments contain are identical in memory."""
     kept = (old.model, old.root, old.dtype, old.quantize)
     return kept == (new.model, new.root, new.dtype, new.quantize)
 
@@ -384,7 +385,7 @@ def _same_worker(old: Assign, new: Assign) -> bool:
 
 
 def _worker_key(assign: Assign) -> tuple[object, ...]:
-    """The parameters that a worker is started with."""
+    """Return the parameters with which a worker is started."""
     return (
         assign.layers,
         assign.stage,
@@ -400,5 +401,5 @@ def _worker_key(assign: Assign) -> tuple[object, ...]:
 
 
 def is_reportable(action: AgentAction) -> bool:
-    """Whether an action changes what a report shows; a ping doesn't."""
+    """Whether an action changes the content of reports; a ping doesn't."""
     return not (isinstance(action, SendToWorkerAction) and isinstance(action.message, Ping))

@@ -1,4 +1,4 @@
-"""One stage of a peer: assignment, worker, phase, and the reports about them."""
+"""One stage of a peer: its assignment, worker, phase and reports."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -13,7 +13,7 @@ from molink.wire.messages.worker_pipe import WorkerLoaded
 StagePhase = Literal["fetching", "loading", "loaded", "ready", "failed"]
 #: Phases in which a worker process exists.
 PHASES_WITH_WORKER: frozenset[StagePhase] = frozenset({"loading", "loaded", "ready"})
-#: Characters of a failure's reason; the report's field holds 1024.
+#: Maximum characters of a failure's reason; the report's field holds 1024.
 MAX_REASON_CHARS = 1000
 
 
@@ -27,13 +27,14 @@ class StageState:
     phase: StagePhase = "fetching"
     pid: int = 0
     loaded: WorkerLoaded | None = None
-    #: The worker holds other layers and switches to these once their files are here.
+    #: Whether the worker holds other layers, and switches to these when their files have arrived.
     reuses_worker: bool = False
-    #: The worker, perhaps of a failed ring, has to answer a ping before it is relied on.
+    #: Whether the worker, perhaps of a failed ring, must answer a ping before it is relied on.
     unverified: bool = False
     #: Epoch of the last ring that the worker was told to form.
     forming_epoch: int = -1
-    #: Why the stage failed: for lack of memory with another stage loaded, of files, or else.
+    #: Why the stage failed, and whether the cause was a lack of memory with another stage loaded,
+    #: or of files.
     reason: str = ""
     out_of_memory: bool = False
     files_missing: bool = False
@@ -43,7 +44,7 @@ class StageState:
     profiles: dict[int, Profile] = field(default_factory=dict)
 
     def loaded_report(self) -> StageLoaded:
-        """The report that the layers are loaded."""
+        """Create the report that the layers are loaded."""
         assert self.loaded is not None
         return StageLoaded(
             pipeline=self.assignment.pipeline,
@@ -55,7 +56,7 @@ class StageState:
         )
 
     def ready_report(self) -> StageReady:
-        """The report that the stage is part of the ring."""
+        """Create the report that the stage is part of the ring."""
         assign = self.assignment
         return StageReady(pipeline=assign.pipeline, epoch=assign.epoch, stage=assign.stage)
 
@@ -68,7 +69,7 @@ class StageState:
         out_of_memory: bool = False,
         files_missing: bool = False,
     ) -> StageFailed:
-        """The report that the stage or a neighbour failed."""
+        """Create the report that the stage or a neighbour failed."""
         return StageFailed(
             pipeline=self.assignment.pipeline,
             epoch=self.assignment.epoch,
@@ -81,13 +82,13 @@ class StageState:
         )
 
     def own_failure_report(self) -> StageFailed:
-        """The report of the stage's own failure."""
+        """Create the report of the stage's own failure."""
         return self.failure_report(
             self.reason, out_of_memory=self.out_of_memory, files_missing=self.files_missing
         )
 
     def current_reports(self) -> list[StageLoaded | StageReady | StageFailed]:
-        """All reports about the present state."""
+        """Create all reports about the current state."""
         reports: list[StageLoaded | StageReady | StageFailed] = []
         if self.loaded is not None and not self.unverified:
             reports.append(self.loaded_report())
@@ -100,7 +101,7 @@ class StageState:
         return reports
 
     def describe(self) -> str:
-        """The stage in a few words, for people."""
+        """Describe the stage in a few words, for people."""
         layers = format_layers(self.assignment.layers)
         reason = f": {self.reason}" if self.phase == "failed" else ""
         return f"stage {stage_number(self.assignment.stage)} (layers {layers}) {self.phase}{reason}"

@@ -2,11 +2,11 @@
 
 from molink.util.timeouts import TIMEOUTS
 
-#: From an answer to the next ping.
+#: Seconds from an answer to the next ping.
 PROBE_PERIOD = 1.0
-#: A ping unanswered for longer means that the worker is dead.
+#: Seconds after which an unanswered ping means that the worker is dead.
 PROBE_TIMEOUT = TIMEOUTS.worker
-#: The same for a worker that is about to be reused after a failure.
+#: The same, for a worker that is about to be reused after a failure.
 VERIFY_TIMEOUT = TIMEOUTS.suspected_worker
 
 
@@ -33,5 +33,5 @@ class LivenessProbe:
         self._answered_at, self._pinged_at = now, None
 
     def unanswered_time(self, now: float) -> float:
-        """Seconds since the unanswered ping; 0 if there is none."""
+        """Return the seconds since the unanswered ping; 0 if there is none."""
         return 0.0 if self._pinged_at is None else now - self._pinged_at

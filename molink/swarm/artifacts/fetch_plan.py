@@ -1,10 +1,10 @@
-"""What to fetch of a model for a stage, and its layout on disk.
+"""Plans which parts of a model to fetch for a stage, and their layout on disk.
 
-A stage needs few of the model's tensors, and a later assignment others. Each *group* (``embed``,
-``vision``, ``layer-0007``, ``adapters-0007``, ``final``) becomes one safetensors file, so local
-files are reused and never fetched twice. Adapters are apart, so that other adapters leave a layer's
-file as it is. A model in shards (:mod:`molink.checkpoint.manifest`) keeps its files as they are:
-hashes are known only for whole shards.
+A stage needs few of the model's tensors, and a later assignment needs others. Each *group*
+(``embed``, ``vision``, ``layer-0007``, ``adapters-0007``, ``final``) becomes one safetensors file,
+so local files are reused and never fetched twice. Adapters have separate groups, so that a layer's
+file doesn't change with them. A model in shards (:mod:`molink.checkpoint.manifest`) keeps its files
+unchanged, since hashes are known only for whole shards.
 """
 
 from collections.abc import Iterator, Mapping
@@ -28,7 +28,7 @@ from molink.errors import BrokenModel
 from molink.facts.layer_range import format_layers
 from molink.facts.model import Quantize
 
-#: Chunks of a shard requested from the hub together, 3 MB: each request takes a round trip.
+#: Chunks of a shard (3 MB) requested from the hub together, since each request takes a round trip.
 RUN_CHUNKS = 16
 
 T = TypeVar("T", bound=TensorSpec)
@@ -49,13 +49,13 @@ class ChunkRun:
         return sum(map(self.part.chunk_length, range(self.index, self.index + self.count)))
 
     def split_chunks(self) -> Iterator["ChunkRun"]:
-        """Its chunks one by one."""
+        """Split the run into single chunks."""
         for number in range(self.count):
             offset = self.offset + number * CHUNK_BYTES
             yield replace(self, index=self.index + number, offset=offset, count=1)
 
     def check_data(self, data: bytes) -> None:
-        """Verify ``data`` against these chunks; raises like ``part.verify_chunk``."""
+        """Verify ``data`` against these chunks; raises as ``part.verify_chunk``."""
         for number in range(self.count):
             chunk = data[number * CHUNK_BYTES :]
             last = number == self.count - 1
@@ -64,9 +64,9 @@ class ChunkRun:
 
 @dataclass(frozen=True, slots=True)
 class GroupPlan:
-    """A file to write: its header, then ``parts`` in a row; ``nbytes`` in total.
+    """A file to write: its header, then ``parts`` one after another; ``nbytes`` in total.
 
-    Alternatively a ``shard``, its only part.
+    Alternatively the file is a ``shard``, its only part.
     """
 
     file: str
@@ -76,12 +76,12 @@ class GroupPlan:
     shard: ShardEntry | None = None
 
     def chunk_runs(self) -> Iterator[ChunkRun]:
-        """The runs of chunks that fill the file, in order."""
+        """Yield the runs of chunks that fill the file, in order."""
         for part, offset in self.part_offsets():
             yield from split_part(part, offset)
 
     def part_offsets(self) -> Iterator[tuple[ManifestEntry, int]]:
-        """Each part with its offset in the file."""
+        """Yield each part with its offset in the file."""
         offset = len(self.header)
         for part in self.parts:
             yield part, offset
@@ -89,7 +89,7 @@ class GroupPlan:
 
 
 def group_tensors(config: ModelConfig, first: int, last: int) -> dict[str, TensorShapes]:
-    """Tensors and their shapes by group, for layers ``first … last - 1``.
+    """Return tensors and their shapes by group, for layers ``first … last - 1``.
 
     Raises:
         BrokenModel: the model has no such layers.
@@ -115,12 +115,12 @@ def group_tensors(config: ModelConfig, first: int, last: int) -> dict[str, Tenso
 
 
 def group_file(group: str) -> str:
-    """File name of a group."""
+    """Return the file name of a group."""
     return f"{group}.safetensors"
 
 
 def plan_files(config: ModelConfig, manifest: Manifest, first: int, last: int) -> list[GroupPlan]:
-    """Files of a stage with layers ``first … last - 1``.
+    """Plan the files of a stage with layers ``first … last - 1``.
 
     Raises:
         BrokenModel: the model has no such layers, or as :func:`plan_group`.
@@ -150,7 +150,7 @@ def plan_group(
     quantized: Quantize = "none",
     low_bit: LowBitScheme | None = None,
 ) -> GroupPlan:
-    """Lay out a group's file, stored as the config says: ``quantized`` or ``low_bit``.
+    """Plan a group's file, in the storage format of the config (``quantized`` or ``low_bit``).
 
     Raises:
         BrokenModel: a tensor is missing or contradicts the config.
@@ -166,7 +166,7 @@ def plan_group(
 
 
 def split_part(part: ManifestEntry, offset: int = 0) -> Iterator[ChunkRun]:
-    """Split a part into its chunks, a shard into runs of chunks."""
+    """Split a part into its chunks, or a shard into runs of chunks."""
     together = RUN_CHUNKS if isinstance(part, ShardEntry) else 1
     for index in range(0, part.chunk_count, together):
         count = min(together, part.chunk_count - index)
@@ -174,7 +174,7 @@ def split_part(part: ManifestEntry, offset: int = 0) -> Iterator[ChunkRun]:
 
 
 def _check_tensor(name: str, found: T | None, stored: TensorRequirement) -> T:
-    """Check a tensor against the config, which alone bounds its size."""
+    """Check a tensor against the config, the only bound of its size."""
     if found is None:
         raise BrokenModel(f"the model has no tensor {name}")
     if not stored.accepts_shape(found.shape) or found.dtype not in stored.dtypes:

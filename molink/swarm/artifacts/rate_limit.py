@@ -1,41 +1,41 @@
-"""Rate limit for background transfers: they use only what a serving pipeline leaves of a line.
+"""Rate limit for background transfers, which use only bandwidth that a serving pipeline leaves.
 
-Receiver-side LEDBAT++ (draft-irtf-iccrg-ledbat-plus-plus, RFC 6817). The receiver requests evenly
-spaced slices of a file, as many at a time as its window allows. A response's delay beyond the
-minimum is queueing. The window grows while queueing is below a target and shrinks at once above it,
-so other traffic finds the queues nearly empty.
+This is receiver-side LEDBAT++ (draft-irtf-iccrg-ledbat-plus-plus, RFC 6817). The receiver requests
+evenly spaced slices of a file, as many at a time as its window allows. A response's delay beyond
+the minimum is queueing. The window grows while queueing is below a target, and shrinks immediately
+above it, so other traffic meets nearly empty queues.
 """
 
 from collections import deque
 
 from molink.errors import InvariantError
 
-#: Bytes of a slice, at first and at most. At first: 3.3 ms of a line of 20 Mbps.
+#: Initial and maximum bytes of a slice. The initial one takes 3.3 ms at 20 Mbps.
 SLICE, MAX_SLICE = 8 * 1024, 64 * 1024
-#: Time of a slice on the line, in seconds: larger slices cost less work.
+#: Target seconds of a slice on the line; larger slices cost less work.
 SLICE_S = 0.0015
-#: Queueing delay that a transfer may cause, in seconds.
+#: Maximum queueing delay that a transfer may cause, in seconds.
 TARGET_DELAY = 0.002
-#: Maximum slices in flight: these fill 100 Mbps at a round trip of 80 ms.
+#: Maximum slices in flight, which fill 100 Mbps at a round trip of 80 ms.
 MAX_WINDOW = 128.0
-#: Current delay: the minimum of this many responses, since processes are occasionally late.
+#: The current delay is the minimum over this many responses, since processes are occasionally late.
 DELAY_FILTER = 4
-#: So often, in seconds, slices are asked for one by one, to see how long one takes in empty queues;
-#: more often at first.
+#: Seconds between probes, in which slices are requested one by one to measure the delay on empty
+#: queues; the first interval is shorter.
 FIRST_PROBE, PROBE_EVERY = 1.0, 30.0
-#: How many are for a probe, and how many probes the least time is taken of.
+#: Slices per probe, and number of recent probes whose minimum counts.
 PROBE_SLICES, PROBES = 3, 4
 
 
 class TransferRateLimiter:
-    """One transfer from one source. Times in seconds of one clock, sizes in bytes."""
+    """Limits one transfer from one source. Times are seconds of one clock, sizes are bytes."""
 
     def __init__(self, floor: float = 0.0) -> None:
-        """``floor``: minimum bytes per second requested, however slowly they arrive."""
+        """``floor`` is the minimum requested bytes per second, even if they arrive more slowly."""
         self._min_rate = floor
         #: Size of the next request.
         self.slice_bytes = SLICE
-        #: Slices that may be in flight. 1.0 … :data:`MAX_WINDOW`.
+        #: Slices that may be in flight, from 1.0 to :data:`MAX_WINDOW`.
         self.window = 1.0
         #: Slices in flight. Never negative.
         self.in_flight = 0
@@ -57,7 +57,7 @@ class TransferRateLimiter:
         return max(0.0, min(self._recent_delays) - min(self._base_delays))
 
     def wait_time(self, now: float) -> float | None:
-        """Time until the next request; ``None``: until a slice arrives."""
+        """Return the seconds until the next request; ``None`` means until a slice arrives."""
         if self._min_rate and self.in_flight < MAX_WINDOW:
             due = self._requested_at + self.slice_bytes / self._min_rate - now
             if due <= 0:
@@ -70,17 +70,17 @@ class TransferRateLimiter:
         return gap if due is None else min(gap, due)
 
     def on_request(self, now: float) -> None:
-        """A slice was requested."""
+        """Record that a slice was requested."""
         self.in_flight += 1
         self._requested_at = now
 
     def on_failure(self) -> None:
-        """A requested slice will not arrive."""
+        """Record that a requested slice will not arrive."""
         self.in_flight -= 1
         self.window = 1.0
 
     def on_slice(self, nbytes: int, took: float, now: float) -> None:
-        """A slice of ``nbytes`` has arrived ``took`` seconds after its request."""
+        """Record that a slice of ``nbytes`` arrived ``took`` seconds after its request."""
         self.in_flight -= 1
         self._bytes += nbytes
         if nbytes != self.slice_bytes:
@@ -97,7 +97,7 @@ class TransferRateLimiter:
         self.window = min(max(1.0, self.window + step / self.window), MAX_WINDOW)
 
     def _start_probe(self, now: float) -> None:
-        """Probe how long a slice takes on empty queues; use larger slices if the line is fast."""
+        """Start to measure a slice's time on empty queues; use larger slices on a fast line."""
         rate = self._bytes / (now - self._probed_at)
         self._probe, self._probe_interval = [], min(2 * self._probe_interval, PROBE_EVERY)
         size = self.slice_bytes
@@ -109,7 +109,7 @@ class TransferRateLimiter:
             self._base_delays.clear()
 
     def _record_probe(self, took: float, now: float) -> None:
-        """Record a probe's response, once all earlier slices have arrived."""
+        """Record a probe's response, after all earlier slices have arrived."""
         assert self._probe is not None
         if self.in_flight:
             return
@@ -125,7 +125,7 @@ class TransferRateLimiter:
 
     @property
     def _spacing(self) -> float:
-        """Interval between requests: a window is spread over one response time."""
+        """Return the interval between requests: a window is spread over one response time."""
         if self._probe is not None or not self._recent_delays:
             return 0.0
         return min(self._recent_delays) / self.window

@@ -1,29 +1,30 @@
 """Decides when a peer replicates layers that its stage does not need, and in which order.
 
-Once every PC holds all layers, a stage that moves finds its files on the new PC's disk, and no PC
-holds the only copy of any. Nothing waits for replication, so all other transfers go first.
+When every PC holds all layers, a stage that moves finds its files on the new PC's disk, and no PC
+holds the only copy of a layer. Nothing waits for replication, so all other transfers have priority.
 """
 
 from collections.abc import Collection
 
 from molink.facts.model import LayerRange
 
-#: After a chunk the next one waits this many times as long as that one took.
+#: Pause after a chunk, as a multiple of the time that the chunk took.
 REST_FACTOR = 4.0
-#: Maximum pause after a fetched chunk, in seconds: on slow lines the rate limit yields already.
+#: Maximum pause after a fetched chunk, in seconds; on slow lines the rate limit already yields.
 MAX_REST = 0.25
-#: First and longest pause after a failure, in seconds; each is twice the one before.
+#: First and maximum pause after a failure, in seconds; each pause is twice the previous one.
 FIRST_PAUSE, LONGEST_PAUSE = 5.0, 600.0
-#: Replication leaves this fraction of a disk free, and at least as many bytes as it uses.
+#: Fraction of a disk that replication leaves free; it also leaves as many bytes as it uses.
 FREE_SHARE = 0.05
 
 
 def layer_distance(layer: int, held: LayerRange) -> tuple[int, bool]:
-    """Sort key of a layer by its distance to a stage's layers: near ones are replicated first.
+    """Return a layer's sort key: its distance to a stage's layers. Near layers are replicated
+    first.
 
-    Stages are placed in layer order, so when one is lost or added the others' borders move by some
-    layers. At equal distance the next stage's layers come first. Without a stage (``0:0``) this is
-    layer order.
+    Stages are placed in layer order, so when one is lost or added, the boundaries of the others
+    move by some layers. At equal distance the next stage's layers come first. Without a stage
+    (``0:0``) this is layer order.
     """
     first, last = held
     return max(first - layer, layer - last + 1, 0), layer < first
@@ -35,7 +36,7 @@ def has_disk_room(missing: int, free: int, total: int) -> bool:
 
 
 def to_ranges(layers: Collection[int], most: int = 8) -> tuple[LayerRange, ...]:
-    """The first ``most`` half-open ranges of layers, in order."""
+    """Return the first ``most`` half-open ranges of layers, in order."""
     found: list[LayerRange] = []
     for layer in sorted(layers):
         if found and found[-1][1] == layer:
@@ -46,10 +47,10 @@ def to_ranges(layers: Collection[int], most: int = 8) -> tuple[LayerRange, ...]:
 
 
 class ReplicationSchedule:
-    """When replication continues. All times in seconds."""
+    """Decides when replication continues. All times are seconds."""
 
     def __init__(self) -> None:
-        #: Whether a pipeline serves; before that nothing is fetched, since forming it needs the
+        #: Whether a pipeline serves; before that nothing is fetched, since its formation needs the
         #: line.
         self.is_serving = False
         self._next_at = 0.0
@@ -57,9 +58,9 @@ class ReplicationSchedule:
         self._reason = ""
 
     def wait_time(self, now: float, *, fetch: bool) -> float | None:
-        """Time to wait before the next chunk (``fetch``) or the next file check.
+        """Return the seconds until the next chunk (``fetch``) or the next file check.
 
-        ``None``: until :attr:`is_serving` changes.
+        ``None`` means until :attr:`is_serving` changes.
         """
         if fetch and not self.is_serving:
             return None
@@ -71,16 +72,16 @@ class ReplicationSchedule:
         self._next_at = now + (min(rest, MAX_REST) if fetch else rest)
 
     def reset_backoff(self) -> None:
-        """A file is complete: the next failure counts as a first one."""
+        """Record a complete file: the next failure counts as the first one."""
         self._backoff, self._reason = 0.0, ""
 
     def record_failure(self, reason: str, now: float) -> bool:
-        """Back off after a failure; returns whether the reason is new."""
+        """Back off after a failure; return whether the reason is new."""
         self._backoff = min(max(FIRST_PAUSE, 2 * self._backoff), LONGEST_PAUSE)
         self._next_at = now + self._backoff
         news, self._reason = reason != self._reason, reason
         return news
 
     def retry_now(self) -> None:
-        """Retry at once: there are other sources."""
+        """Retry at once, since there are other sources."""
         self._next_at = 0.0

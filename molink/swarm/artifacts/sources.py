@@ -13,7 +13,7 @@ HUB = "hub"
 class ModelSources:
     """Peers that hold all files of a model, and peers that hold some.
 
-    ``hub``: ``OWNER/NAME@COMMIT`` of the model there; empty if unavailable.
+    ``hub`` is the model's ``OWNER/NAME@COMMIT`` on the hub; empty if unavailable.
     """
 
     full_peers: tuple[str, ...] = ()
@@ -22,12 +22,12 @@ class ModelSources:
 
     @classmethod
     def from_message(cls, message: Assign | Prefetch | Route) -> "ModelSources":
-        """The sources that the coordinator names."""
+        """Return the sources that the coordinator names."""
         some = (peer for peer in message.partial_sources if peer not in message.sources)
         return cls(message.sources, tuple(some), message.hub)
 
     def without_peer(self, peer: str, *, hub: bool) -> "ModelSources":
-        """All other sources, with the hub if ``hub``."""
+        """Return all other sources, including the hub if ``hub`` is set."""
         return ModelSources(
             tuple(one for one in self.full_peers if one != peer),
             tuple(one for one in self.partial_peers if one != peer),
@@ -37,9 +37,9 @@ class ModelSources:
     def rank_sources(
         self, peers: Sequence[str], near: Callable[[str], bool]
     ) -> list[tuple[int, str]]:
-        """Sources with a rank each: the lowest rank that has the tensors is used.
+        """Rank sources; the lowest rank that has the tensors is used.
 
-        Near peers come first, then the hub, then far peers: uplinks of home PCs are slow.
+        Near peers come first, then the hub, then far peers, since uplinks of home PCs are slow.
         """
         ranked = [(0 if near(peer) else 2, peer) for peer in peers]
         if self.hub:

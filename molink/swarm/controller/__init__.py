@@ -1,1 +1,1 @@
-"""Control plane: reconcilers that drive each deployment to its desired state, and their records."""
+"""The control plane: reconcilers that drive deployments to their desired state, and records."""

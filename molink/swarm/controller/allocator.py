@@ -1,7 +1,7 @@
-"""Allocates peers to deployments, and decides when to do so again.
+"""Allocates peers to deployments, and decides when to allocate again.
 
-:mod:`molink.swarm.placement.allocation` computes the allocation; this module collects its inputs
-and passes on the result.
+:mod:`molink.swarm.placement.allocation` computes the allocation; this module collects the inputs
+and publishes the result.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,21 +13,21 @@ from molink.swarm.controller.reconciler import Reconciler
 from molink.swarm.placement.allocation import DeploymentKey, PeerDemand, allocate_peers, fits_model
 from molink.swarm.placement.placement import Candidate
 
-#: How long a deployment lacks room before it takes peers of others, in seconds: lost peers may come
-#: back.
+#: Seconds that a deployment must lack room before it takes peers from others, since lost peers may
+#: return.
 URGENT_AFTER = 5.0
 
 
 class PeerAllocator:
-    """The peers of each deployment, for one run of the control plane."""
+    """Allocates the peers of all deployments, during one run of the control plane."""
 
     def __init__(self, context: ControllerContext) -> None:
         self._context = context
         self._deployments: Mapping[DeploymentKey, Reconciler] = {}
-        #: Deployment of each peer where there is a choice; and the inputs of that decision.
+        #: Deployment of each peer, if there is a choice, and the inputs of that decision.
         self._owners: dict[str, DeploymentKey] = {}
         self._inputs: tuple[tuple[Candidate, ...], tuple[PeerDemand, ...]] | None = None
-        #: Since when deployments that are not up have lacked room.
+        #: Times since which deployments that are not up have lacked room.
         self._lacking_since: dict[DeploymentKey, float] = {}
 
     def lacks_room(self, key: DeploymentKey) -> bool:
@@ -35,7 +35,7 @@ class PeerAllocator:
         return key in self._lacking_since
 
     def allocate_peers(self, deployments: Mapping[DeploymentKey, Reconciler], now: float) -> None:
-        """Allocate peers again if the inputs have changed."""
+        """Allocate peers if the inputs have changed."""
         self._deployments = deployments
         self._lacking_since = {
             key: at for key, at in self._lacking_since.items() if key in deployments
@@ -82,7 +82,7 @@ class PeerAllocator:
         self._owners = owners
 
     def _publish_allocation(self) -> None:
-        """Tell each deployment its peers; a peer still used by another one is withheld."""
+        """Tell each deployment its peers, except peers that another deployment still uses."""
         for key, one in self._deployments.items():
             others = (two.used_peers for two in self._deployments.values() if two is not one)
             busy = frozenset[str]().union(*others)
@@ -90,7 +90,7 @@ class PeerAllocator:
             one.set_allocated_peers(mine - busy)
 
     def _find_candidates(self, now: float) -> tuple[Candidate, ...]:
-        """Peers that offer a stage and are not excluded."""
+        """Return the peers that offer a stage and are not excluded."""
         registry, reach = self._context.registry, self._context.reachability
         used = frozenset[str]().union(*(one.used_peers for one in self._deployments.values()))
         blocked = self._context.backoff.is_excluded
@@ -128,5 +128,5 @@ class PeerAllocator:
 
 
 def deployment_name(key: DeploymentKey) -> str:
-    """A deployment's name for the user."""
+    """Return a deployment's name for users."""
     return key[0] if key[1] == 0 else f"{key[0]} #{key[1] + 1}"

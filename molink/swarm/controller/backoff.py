@@ -2,14 +2,14 @@
 
 from dataclasses import dataclass, replace
 
-#: Longest exclusion in seconds: a repaired peer is back within a minute.
+#: Maximum exclusion in seconds; a repaired peer returns within a minute.
 MAX_DELAY = 60.0
-#: How long a peer stays suspect after its first failure, in seconds; doubles with each failure up
-#: to :data:`MAX_DELAY`. No working pipeline is changed for a suspect peer.
+#: Seconds for which a peer is suspect after its first failure; doubles with each failure up to
+#: :data:`MAX_DELAY`. No working pipeline is changed for the sake of a suspect peer.
 FIRST_DELAY = 10.0
-#: A peer without a failure for this long, in seconds, has a clean record again.
+#: Seconds without a failure after which a peer's record is clean again.
 FORGET_AFTER = 600.0
-#: If a peer is lost within this many seconds after a failure, that failure is retracted.
+#: Seconds after a failure within which the loss of the peer retracts the failure.
 RETRACT_WINDOW = 10.0
 
 
@@ -18,7 +18,7 @@ class _FailureRecord:
     failures: int
     failed_at: float
     excluded_until: float
-    #: Until then the peer gets no stage while another pipeline works.
+    #: Time until which the peer gets no stage while another pipeline works.
     suspect_until: float
     reason: str
     #: The record before the last failure.
@@ -26,15 +26,19 @@ class _FailureRecord:
 
 
 class Backoff:
-    """Failures per peer. The first one is free; then 1, 2, 4 … seconds up to :data:`MAX_DELAY`."""
+    """Failures per peer.
+
+    The first failure has no delay; then 1, 2, 4 … seconds follow, up to :data:`MAX_DELAY`.
+    """
 
     def __init__(self) -> None:
         self._records: dict[str, _FailureRecord] = {}
 
     def record_failure(self, peer: str, reason: str, now: float, *, at_once: bool = False) -> float:
-        """Count a failure; returns for how many seconds the peer is excluded.
+        """Count a failure; return for how many seconds the peer is excluded.
 
-        ``at_once``: exclude it even after the first failure, since that one took long to detect.
+        With ``at_once`` it is excluded even after the first failure, since that took long to
+        detect.
         """
         before = self._records.get(peer)
         clean = before is None or now - before.failed_at > FORGET_AFTER
@@ -50,7 +54,7 @@ class Backoff:
         return delay
 
     def retract_failure(self, peer: str, now: float) -> None:
-        """Retract the last failure: the peer is gone, and its neighbours reported only that."""
+        """Retract the last failure: the peer has left, and its neighbours reported only that."""
         record = self._records.get(peer)
         if record is None or now - record.failed_at > RETRACT_WINDOW:
             return
@@ -60,19 +64,19 @@ class Backoff:
             self._records[peer] = record.previous
 
     def is_excluded(self, peer: str, now: float) -> bool:
-        """Whether the peer is excluded now."""
+        """Whether the peer is excluded at ``now``."""
         record = self._records.get(peer)
         return record is not None and now < record.excluded_until
 
     def is_suspect(self, peer: str, now: float) -> bool:
-        """Whether it failed so recently that no working pipeline is changed for it."""
+        """Whether the peer failed so recently that no working pipeline is changed for its sake."""
         record = self._records.get(peer)
         return record is not None and now < record.suspect_until
 
     def explain_exclusion(self, peer: str, now: float, suspects: bool = False) -> str:
-        """Why the peer is excluded, for the user; empty if it is not.
+        """Explain why the peer is excluded, for the user; empty if it is not.
 
-        ``suspects``: suspect peers count as excluded too.
+        With ``suspects``, suspect peers also count as excluded.
         """
         record = self._records.get(peer)
         if record is None:

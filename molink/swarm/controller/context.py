@@ -15,9 +15,9 @@ from molink.wire.messages.instructions import Instruction
 
 log = logging.getLogger(__name__)
 
-#: Transitions kept: those of about an hour with failures.
+#: Number of transitions kept, enough for about an hour with failures.
 NUM_TRANSITIONS = 200
-#: Events kept: a screenful.
+#: Number of events kept, a screenful.
 _NUM_EVENTS = 20
 
 
@@ -32,12 +32,12 @@ class ControllerContext:
         last: tuple[int, int],
         term: int,
     ) -> None:
-        """``last``: the newest pipeline number and the newest epoch of all deployments."""
+        """``last`` is the newest pipeline number and the newest epoch of all deployments."""
         self.registry = Registry(swarm, members)
         self.backoff = Backoff()
         self.reachability = Reachability()
         self.links = Links()
-        #: Neither ever decreases: daemons tell new from old by them.
+        #: Neither ever decreases, since daemons use them to distinguish new from old.
         self.pipeline_number, self.epoch = last
         #: The term of all epochs created from now on.
         self.term = term
@@ -56,11 +56,11 @@ class ControllerContext:
 
     @property
     def events(self) -> tuple[str, ...]:
-        """What happened lately, for people, oldest first."""
+        """Recent events, for people, oldest first."""
         return self._events.format_lines()
 
     def log_transition(self, now: float, text: str, event: str = "") -> None:
-        """Log a transition, and for people as ``event`` if it concerns them."""
+        """Log a transition, and also as ``event`` if it concerns people."""
         self._transitions.add_entry(now, text)
         if event:
             self._events.add_entry(now, event)
@@ -69,17 +69,17 @@ class ControllerContext:
     # --- numbers -----------------------------------------------------------------------------
 
     def new_pipeline_id(self) -> str:
-        """A new pipeline id: ``p1``, ``p2`` …"""
+        """Return a new pipeline id: ``p1``, ``p2`` …"""
         self.pipeline_number += 1
         return f"p{self.pipeline_number}"
 
     def new_epoch(self) -> int:
-        """A new epoch, larger than all before it in any pipeline."""
+        """Return a new epoch, larger than all earlier ones of any pipeline."""
         self.epoch = next_epoch(self.epoch, self.term)
         return self.epoch
 
     def new_migration_id(self) -> int:
-        """A new migration number."""
+        """Return a new migration number."""
         self._migrations += 1
         return self._migrations
 

@@ -1,5 +1,6 @@
-"""Resolves a file's desired models: validates them as a whole and compares them with the current
-ones."""
+"""Resolves a file's desired models: validates them together, and compares them with the current
+ones.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -24,7 +25,7 @@ from molink.swarm.placement.placement import (
 from molink.wire.messages.admin import DesiredModels, ModelSpec
 from molink.wire.messages.instructions import MAX_PIPELINES
 
-#: Fields whose old and new values are shown.
+#: Fields whose old and new values are displayed.
 _COMPARED_FIELDS = (
     "replicas",
     "min_stages",
@@ -51,11 +52,11 @@ def decode_desired_models(payload: memoryview | None) -> DesiredModels:
 def resolve_desired_models(
     desired_models: DesiredModels, source: str, registry: Registry
 ) -> tuple[DesiredModel, ...]:
-    """The desired state that peer ``source`` requests; it holds the files.
+    """Resolve the desired state that peer ``source``, which holds the files, requests.
 
     Raises:
-        RequestError: part of it is impossible, and nothing is done. ``param`` is ``molink``,
-            ``models[1]`` or ``models[1].pins[0]`` if that is at fault.
+        RequestError: part of it is impossible, so nothing is applied. ``param`` names the cause,
+            such as ``molink``, ``models[1]`` or ``models[1].pins[0]``.
     """
     _check_version(desired_models.molink, registry)
     specs = desired_models.models
@@ -89,9 +90,9 @@ def resolve_desired_models(
 
 
 def describe_changes(old: Sequence[DesiredModel], new: Sequence[DesiredModel]) -> list[str]:
-    """What changes from ``old`` to ``new``, for the user; empty if nothing does.
+    """Describe the changes from ``old`` to ``new`` for the user; empty if there are none.
 
-    Which peer loaded a model makes no difference.
+    A change of the peer that loaded a model doesn't count.
     """
     before = {one.facts.name: one for one in old}
     after = {one.facts.name: one for one in new}
@@ -139,14 +140,14 @@ def _describe_differences(old: DesiredModel, new: DesiredModel) -> str:
 def switch_model(
     models: Sequence[DesiredModel], name: str, *, served: bool, requester: str = ""
 ) -> tuple[DesiredModel, ...]:
-    """All models, with the one called ``name`` stopped or started again.
+    """Return all models, with the one called ``name`` stopped or started again.
 
-    A model that is defined in no file is removed when stopped. ``requester``: only models which
-    that peer has loaded.
+    A model that is defined in no file is removed when stopped. With a ``requester``, only models
+    that this peer loaded may be switched.
 
     Raises:
-        ModelNotFound: there is no such model; lists the models.
-        RequestError: it is in that state already.
+        ModelNotFound: there is no such model; the message lists the models.
+        RequestError: it is already in that state.
         NotAuthorized: another peer has loaded it.
     """
     found = next((one for one in models if one.facts.name == name), None)
@@ -184,7 +185,7 @@ def _check_version(version: str, registry: Registry) -> None:
 
 
 def _request_error(index: int, model: str, why: str, pin: int | None = None) -> RequestError:
-    """The error of the model that is the ``index``-th of the request, and of its ``pin``."""
+    """Create the error of the request's model number ``index``, or of its ``pin``."""
     param = f"models[{index}]" + ("" if pin is None else f".pins[{pin}]")
     return RequestError(f"{model}: {why}", param)
 
@@ -195,7 +196,7 @@ def _resolve_model(index: int, spec: ModelSpec, source: str, registry: Registry)
     peers = [peer for peer, _ in named]
     if len(set(peers)) < len(peers):
         raise _request_error(index, name, "a PC is pinned twice")
-    # With a PC go its further devices.
+    # A PC includes its further devices.
     whole = {peer for peer, stage in named if stage == "auto"}
     devices = [
         one for one in registry.members if registry.primary_peer(one) in whole and one not in peers
@@ -219,7 +220,7 @@ def _resolve_model(index: int, spec: ModelSpec, source: str, registry: Registry)
 
 
 def _resolve_pin(index: int, pin: int, spec: ModelSpec, registry: Registry) -> Pin:
-    """A PC's id for its name, and its stage, which it must be able to hold."""
+    """Resolve a PC's name to its id, and check that it can hold its stage."""
     wanted, stage = spec.pins[pin]
     refuse = partial(_request_error, index, spec.model.name, pin=pin)
     named = (peer for peer, member in registry.members.items() if member.name == wanted)
@@ -241,7 +242,7 @@ def _resolve_pin(index: int, pin: int, spec: ModelSpec, registry: Registry) -> P
 
 
 def _check_room(models: Sequence[DesiredModel], registry: Registry) -> None:
-    """Check that each model has room for one pipeline on the live PCs, with the others in place."""
+    """Check that each model has room for one pipeline on the live PCs, besides the other models."""
     offers = [
         offer
         for peer, session in registry.sessions.items()

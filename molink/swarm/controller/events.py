@@ -26,7 +26,7 @@ class MemberRemovedEvent:
 
 @dataclass(frozen=True, slots=True)
 class PeerStoppedEvent:
-    """A peer has shut down in good order; it stays a member."""
+    """A peer has shut down cleanly; it stays a member."""
 
     peer: str
 
@@ -40,7 +40,7 @@ class PeerDisconnectedEvent:
 
 @dataclass(frozen=True, slots=True)
 class PeerReportedEvent:
-    """A peer's report. ``is_new_connection``: it is the first one on this connection."""
+    """A peer's report; with ``is_new_connection`` it is the first one on its connection."""
 
     peer: str
     report: PeerReport
@@ -51,7 +51,7 @@ class PeerReportedEvent:
 class ConnectionTriedEvent:
     """``source`` has tried to connect to ``target``.
 
-    ``latency`` (one way, seconds), ``rate`` (bytes/s) and ``loss`` (share of packets) if they were
+    ``latency`` (one way, in seconds), ``rate`` (bytes/s) and ``loss`` (share of packets) are set if
     measured.
     """
 
@@ -73,14 +73,14 @@ class StageReportedEvent:
 
 @dataclass(frozen=True, slots=True)
 class DesiredStateChangedEvent:
-    """The desired state has changed: all models to serve."""
+    """The desired state, all models to serve, has changed."""
 
     models: tuple[DesiredModel, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class TermRaisedEvent:
-    """This coordinator continues in a higher term: another part of the swarm has rejoined."""
+    """This coordinator continues in a higher term, since another part of the swarm has rejoined."""
 
     term: int
 
@@ -92,10 +92,7 @@ class RebalanceRequestedEvent:
 
 @dataclass(frozen=True, slots=True)
 class TimePassedEvent:
-    """Time has passed.
-
-    ``read_lag``: messages that peers sent in the last ``read_lag`` seconds may be unread.
-    """
+    """Time has passed. Messages that peers sent in the last ``read_lag`` seconds may be unread."""
 
     read_lag: float = 0.0
 
@@ -134,10 +131,7 @@ class CommitPipelineAction:
 
 @dataclass(frozen=True, slots=True)
 class ReserveEpochAction:
-    """Write down that this epoch and pipeline id are used.
-
-    The committed pipeline stays the one that serves.
-    """
+    """Record that this epoch and pipeline id are used; the committed pipeline still serves."""
 
     pipeline: str
     epoch: int
@@ -145,7 +139,7 @@ class ReserveEpochAction:
 
 @dataclass(frozen=True, slots=True)
 class AnnouncePeerAction:
-    """Write down the :class:`PeerInfo` that other peers were told."""
+    """Record the :class:`PeerInfo` that was sent to other peers."""
 
     member: PeerInfo
 

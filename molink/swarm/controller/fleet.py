@@ -1,9 +1,9 @@
 """Drives the swarm to its desired state: every model served by each of its pipelines.
 
-A plain object: events and ``now`` (monotonic seconds) in, actions out, to be carried out in order.
-:mod:`molink.swarm.placement.allocation` assigns peers to deployments; a
-:class:`~molink.swarm.controller.reconciler.Reconciler` drives each deployment. After every event
-all due work is done, and every peer is told what it does not know yet.
+A plain object that takes events and ``now`` (monotonic seconds) and returns actions to carry out in
+order. :mod:`molink.swarm.placement.allocation` assigns peers to deployments; a
+:class:`~molink.swarm.controller.reconciler.Reconciler` drives each deployment. After every event,
+all due work is done, and every peer is sent what it does not know yet.
 """
 
 from collections.abc import Iterable, Sequence
@@ -36,7 +36,7 @@ from molink.swarm.running_time import RunningTime
 from molink.wire.messages.instructions import Unassign
 
 STOPPED = "all models are stopped; start one with `molink run MODEL`"
-#: Why a peer was dropped, for people.
+#: Reasons for dropping a peer, for people.
 _LOSSES = {
     "shut down": "is offline: molink was stopped there",
     "timed out": "is offline: it stopped responding",
@@ -63,7 +63,7 @@ class Fleet:
         """``models``, ``pipelines`` and ``last`` (pipeline number, epoch) come from the stored
         state.
 
-        ``term`` is the coordinator's; ``lost_peer`` is known to be gone.
+        ``term`` is the coordinator's term; ``lost_peer`` is known to have left.
         """
         self.context = ControllerContext(swarm, members, now, last, term)
         self._running_time = RunningTime(now)
@@ -72,7 +72,7 @@ class Fleet:
         self._allocator = PeerAllocator(self.context)
         #: Whether a peer has connected since the last allocation.
         self._peer_arrived = False
-        #: Why nothing is served, for the user; unused while any model is desired.
+        #: Why nothing is served, for the user; unused while a model is desired.
         self._idle_reason = NO_MODEL
         records = {(one.model, one.replica): one for one in pipelines}
         for key, desired in _desired_deployments(models).items():
@@ -85,7 +85,7 @@ class Fleet:
 
     @property
     def registry(self) -> Registry:
-        """Members, and the sessions of those that are live."""
+        """Members, and the sessions of live ones."""
         return self.context.registry
 
     @property
@@ -111,7 +111,7 @@ class Fleet:
 
     @property
     def reason(self) -> str:
-        """Why a model is not served or a change was not applied, for the user."""
+        """Return why a model is not served or a change was not applied, for the user."""
         if not self._deployments:
             return self._idle_reason
         reasons = {one.label: one.reason for one in self.deployments if one.reason}
@@ -120,8 +120,9 @@ class Fleet:
         )
 
     def explain_exclusion(self, peer: str) -> str:
-        """Why a peer that offers a stage has none, for the user; empty if it has one or offers
-        none."""
+        """Explain why a peer that offers a stage has none, for the user; empty if it has one or
+        offers none.
+        """
         if any(one.has_stage(peer) for one in self.deployments):
             return ""
         texts = (
@@ -132,10 +133,10 @@ class Fleet:
     # --- events ------------------------------------------------------------------------------
 
     def handle(self, event: ControllerEvent, now: float) -> list[ControllerAction]:
-        """Process an event; returns the actions, in order.
+        """Process an event; return the actions, in order.
 
-        A :class:`TimePassedEvent` is expected several times a second: gaps without one count for no
-        peer's silence.
+        A :class:`TimePassedEvent` is expected several times a second: gaps without one don't count
+        as silence of peers.
         """
         now = self._running_time.counted_time(now)
         match event:
@@ -208,7 +209,7 @@ class Fleet:
                 self.registry.mark_disconnected(peer, now)
 
     def _advance_deployments(self, now: float) -> None:
-        """Do what is due, then tell every peer."""
+        """Do all due work, then update every peer."""
         for one in self.deployments:
             one.advance_state(now)
         self._roll_out(now)
@@ -228,8 +229,9 @@ class Fleet:
         return any(one.planner.is_doubted(peer, session) for one in self.deployments)
 
     def _on_connection_tried(self, event: ConnectionTriedEvent) -> None:
-        """Record an attempt between live peers; one to a PC that is off says nothing about its
-        ports."""
+        """Record an attempt between live peers; an attempt to a PC that is off says nothing about
+        its ports.
+        """
         if not self.registry.all_live((event.source, event.target)):
             return
         self.context.reachability.record_attempt(event.source, event.target, event.succeeded)
@@ -239,7 +241,7 @@ class Fleet:
             )
 
     def _all_links(self) -> tuple[Links, ...]:
-        """All link tables: the shared one and each deployment's copy."""
+        """Yield all link tables: the shared one and each deployment's copy."""
         return (self.context.links, *(one.planner.links for one in self.deployments))
 
     def _on_member_removed(self, peer: str, reason: str, now: float) -> None:
@@ -253,7 +255,7 @@ class Fleet:
             one.on_peer_lost(peer, f"{name} {reason}", now)
 
     def _drop_peers(self, peers: list[str], reason: str, now: float) -> None:
-        """Drop peers together, so that no deployment that loses one continues on another."""
+        """Drop peers together, so that no deployment moves from one lost peer to another."""
         peers = [*peers, *(self.registry.find_co_located(peers, now) if peers else ())]
         for peer in peers:
             self.registry.drop_session(peer)
@@ -287,7 +289,7 @@ class Fleet:
         )
         for links in self._all_links():
             links.set_primary_peer(peer, event.report.primary_peer)
-        # Instructions may name these peers.
+        # Pending instructions may name these peers.
         self.context.add_actions(*self.registry.publish_members())
         for one in self.deployments:
             one.on_prefetch_reported(event, now)
@@ -302,7 +304,7 @@ class Fleet:
             self.context.add_actions(*self.registry.end_stale_routes(peer, known))
 
     def _notify_users(self, now: float) -> None:
-        """Tell users of PCs without a stage what they can do about it, once."""
+        """Tell users of PCs without a stage, once, what they can do about it."""
         if not self._deployments:
             return
         texts = dict.fromkeys(self.registry.sessions, "")
@@ -346,8 +348,8 @@ class Fleet:
     def _roll_out(self, now: float) -> None:
         """Roll out changes: one deployment of a model after another.
 
-        A deployment that is not ready changes at once. Others of its model wait until a changed one
-        is ready again, unless that one lacks peers.
+        A deployment that is not ready changes at once. Other deployments of its model wait until a
+        changed one is ready again, unless that one lacks peers.
         """
         for desired in self._models:
             mine = [one for one in self.deployments if one.key[0] == desired.facts.name]
@@ -388,7 +390,7 @@ class Fleet:
 
 
 def _desired_deployments(models: Iterable[DesiredModel]) -> dict[DeploymentKey, DesiredModel]:
-    """All desired deployments."""
+    """Return all desired deployments."""
     return {
         (desired.facts.name, replica): desired
         for desired in models

@@ -1,4 +1,4 @@
-"""An epoch of a pipeline: its formation, from placement until it breaks, and its record."""
+"""An epoch of a pipeline: its formation and life from placement until it breaks, and its record."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -29,19 +29,20 @@ from molink.wire.messages.peer_reports import (
 
 #: ``adopting``: committed by an earlier coordinator; not all of its peers have reported yet.
 FormationState = Literal["adopting", "loading", "linking", "ready"]
-#: ``decided``: stages are assigned. ``loaded``: all have their weights. ``formed``: the ring is up.
+#: ``decided``: stages are assigned. ``loaded``: all stages have their weights. ``formed``: the ring
+#: is up.
 Phase = Literal["decided", "loaded", "formed"]
 
-#: Allowance for loading weights once the files are there, in seconds, besides the time for their
+#: Seconds allowed for loading weights after the files have arrived, besides the time for their
 #: bytes.
 LOAD_TIMEOUT = 120.0
-#: Slowest loading that is accepted, in bytes per second: an old disk.
+#: Minimum accepted rate of loading, in bytes per second: an old disk.
 LOAD_RATE = 16 << 20
-#: Allowance from :class:`FormPipeline` until the ring is up, in seconds.
+#: Seconds allowed from :class:`FormPipeline` until the ring is up.
 LINK_TIMEOUT = 60.0
-#: How long a restarted coordinator waits for reports of a running pipeline's peers, in seconds.
+#: Seconds for which a restarted coordinator waits for reports of a running pipeline's peers.
 ADOPT_TIMEOUT = 8.0
-#: A worker missing from reports for this long, in seconds, is gone.
+#: Seconds after which a worker missing from reports counts as lost.
 MISSING_TIMEOUT = TIMEOUTS.unreported_worker
 
 
@@ -51,7 +52,7 @@ class Formation:
     def __init__(
         self, record: PipelineRecord, state: FormationState, now: float, facts: ModelFacts
     ) -> None:
-        """``facts`` are the model's."""
+        """``facts`` are those of the model."""
         self.record = record
         #: Peers in ring order.
         self.peers = tuple(stage.peer for stage in record.stages)
@@ -72,11 +73,11 @@ class Formation:
     # --- peers -------------------------------------------------------------------------------
 
     def stage_of(self, peer: str) -> int | None:
-        """The stage that a peer runs, if any."""
+        """Return the stage that a peer runs, if any."""
         return self.peers.index(peer) if peer in self.peers else None
 
     def accepts_message(self, peer: str, message: StageLoaded | StageReady | StageFailed) -> bool:
-        """Whether a message belongs to this epoch and comes from that stage's peer."""
+        """Whether a message belongs to this epoch and comes from its stage's peer."""
         return (
             message.pipeline == self.record.id
             and message.epoch == self.record.epoch
@@ -91,12 +92,12 @@ class Formation:
     # --- events ------------------------------------------------------------------------------
 
     def start_linking(self, record: PipelineRecord, now: float) -> None:
-        """All stages have loaded and are told to form the ring."""
+        """Record that all stages have loaded and are told to form the ring."""
         self.record, self.state = record, "linking"
         self._deadlines = [now + LINK_TIMEOUT] * len(record.stages)
 
     def observe_report(self, peer: str, report: PeerReport, now: float) -> str | None:
-        """Compare a peer's report with this epoch; returns why the stage has failed, if it has."""
+        """Compare a peer's report with this epoch; return why the stage has failed, if it has."""
         stage = self.stage_of(peer)
         if stage is None:
             return None
@@ -112,7 +113,7 @@ class Formation:
         return None
 
     def find_overdue(self, now: float) -> tuple[int, str] | None:
-        """The first late stage, and what it is late with."""
+        """Return the first late stage, and the step that is late."""
         done = self.loaded if self.state == "loading" else self.ready
         for stage, deadline in enumerate(self._deadlines):
             if stage not in done and now >= deadline:
@@ -126,7 +127,7 @@ class Formation:
         return None
 
     def _find_worker(self, stage: int, report: PeerReport) -> WorkerState | None:
-        """The worker of this epoch's stage in a report."""
+        """Return the worker of this epoch's stage in a report."""
         for worker in report.workers:
             if (worker.pipeline, worker.stage, worker.layers, worker.epoch) == (
                 self.record.id,
@@ -138,7 +139,7 @@ class Formation:
         return None
 
     def _on_worker_missing(self, stage: int, now: float) -> str | None:
-        """Handle a report without the worker: a failure only if none is being started."""
+        """Handle a report without the worker, which is a failure only if none is being started."""
         if self.state == "adopting":
             return "it no longer runs the layers it had before the coordinator restarted"
         since = self._missing_since.setdefault(stage, now)
@@ -147,7 +148,7 @@ class Formation:
         return None
 
     def needs_resend(self, stage: int, now: float) -> bool:
-        """Whether reports have lacked an assignment for so long that it must be lost."""
+        """Whether reports have lacked an assignment for so long that it must have been lost."""
         since = self._missing_since.get(stage)
         if self.state != "loading" or since is None or now - since < MISSING_TIMEOUT:
             return False
@@ -196,7 +197,7 @@ class Formation:
 
 
 class PhaseTimes:
-    """The last change, from its detection until the ring is up."""
+    """Times of the last change's phases, from its detection until the ring is up."""
 
     def __init__(self) -> None:
         self._reason = ""
@@ -210,11 +211,11 @@ class PhaseTimes:
         self._reached_at = {}
 
     def record_phase(self, phase: Phase, now: float) -> None:
-        """A phase has ended."""
+        """Record the end of a phase."""
         self._reached_at.setdefault(phase, now)
 
     def to_status(self) -> dict[str, str | float]:
-        """Content for ``molink status --json``: seconds since detection."""
+        """Return the content for ``molink status --json``, in seconds since detection."""
         if self._noticed_at is None:
             return {}
         began = self._noticed_at
@@ -226,7 +227,7 @@ class PhaseTimes:
 
 
 def epoch_spec(desired: DesiredModel) -> DesiredModel:
-    """The part of a desired model whose change requires a new pipeline or epoch."""
+    """Return the part of a desired model whose change requires a new pipeline or epoch."""
     facts = structs.replace(desired.facts, hub="")
     return replace(
         desired, facts=facts, source="", min_peers=1, replicas=1, applied=False, stopped=False
@@ -234,16 +235,16 @@ def epoch_spec(desired: DesiredModel) -> DesiredModel:
 
 
 def stage_layout(stages: Iterable[StageRecord | PlacedStage]) -> list[tuple[str, LayerRange]]:
-    """Peer and layers of each stage. Epochs with equal layouts differ in nothing else."""
+    """Return peer and layers of each stage; epochs with equal layouts are interchangeable."""
     return [(stage.peer, stage.layers) for stage in stages]
 
 
 def choose_block_size(
     stages: Iterable[StageRecord], desired: DesiredModel, registry: Registry
 ) -> int:
-    """The largest KV block size that any stage's attention asks for, if it can run this model.
+    """Choose the largest KV block size that any stage's attention requires for this model.
 
-    Flash, the only one that asks, supports neither float32 nor capped scores.
+    Flash attention, the only one with a requirement, supports neither float32 nor capped scores.
     """
     facts, dtype = desired.facts, desired.dtype
     wide = dtype == "f32" or (dtype == "auto" and facts.element_bytes > 2)
@@ -257,7 +258,9 @@ def choose_block_size(
 def formed_record(
     record: PipelineRecord, loaded: Sequence[StageLoaded], blocks: int, micro_batches: int
 ) -> PipelineRecord:
-    """``record`` after all stages have loaded; ``micro_batches`` 0 lets the scheduler choose."""
+    """Complete ``record`` after all stages have loaded; ``micro_batches`` 0 lets the scheduler
+    choose.
+    """
     stages = tuple(
         replace(stage, port=one.port, max_blocks=one.max_blocks, profile=one.profile)
         for stage, one in zip(record.stages, loaded, strict=True)
@@ -274,7 +277,7 @@ def formed_record(
 def attribute_failure(
     formation: Formation, message: StageFailed, registry: Registry
 ) -> tuple[str, str]:
-    """The peer at fault for a failed stage, and what happened, for the user."""
+    """Determine the peer at fault for a failed stage, and describe the failure for the user."""
     peers = formation.peers
     peer = peers[message.stage]
     text = f"stage {stage_number(message.stage)} on {registry.name_of(peer)}: {message.reason}"

@@ -1,4 +1,4 @@
-"""Which PCs hold a model's files, by their reports, and which layers' files none holds."""
+"""Determines from reports which PCs hold a model's files, and which layers' files are missing."""
 
 from collections.abc import Collection
 
@@ -9,16 +9,16 @@ from molink.swarm.controller.registry import Registry
 from molink.wire.messages.instructions import MAX_SOURCES
 from molink.wire.messages.peer_reports import PartialModel, PeerReport
 
-#: Retry after this many seconds even without a change: reports are not complete.
+#: Seconds after which to retry even without a change, since reports are incomplete.
 RETRY_INTERVAL = 60.0
 
 _Snapshot = tuple[frozenset[str], frozenset[str], tuple[LayerRange, ...]]
 
 
 def partial_holders(facts: ModelFacts, registry: Registry) -> tuple[str, ...]:
-    """Peers that hold some of a model's files, in joining order.
+    """Return peers that hold some of a model's files, in joining order.
 
-    If they are more than a message can name: a greedy choice that covers as many layers as it can.
+    If there are more than a message can name, a greedy choice covers as many layers as possible.
     """
     if not facts.root:
         return ()
@@ -41,7 +41,7 @@ def partial_holders(facts: ModelFacts, registry: Registry) -> tuple[str, ...]:
 
 
 def full_holders(facts: ModelFacts, registry: Registry, *, only_model: bool) -> list[str]:
-    """Peers that hold all files. ``replicated_percent`` counts only if the swarm has one model."""
+    """Return peers that hold all files; ``replicated_percent`` counts only for a single model."""
     return [
         peer
         for peer, session in registry.sessions.items()
@@ -53,11 +53,11 @@ def full_holders(facts: ModelFacts, registry: Registry, *, only_model: bool) -> 
 def missing_layers(
     facts: ModelFacts, reports: Collection[PeerReport], *, only_model: bool
 ) -> tuple[LayerRange, ...]:
-    """Layers whose files are on no reporting PC.
+    """Return the layers whose files are on no reporting PC.
 
-    A loaded stage has its layers' files, but reports say of which model only where there is one.
-    For another model that no PC has partially, nothing is returned: it may have shipped with
-    molink.
+    A loaded stage has its layers' files, but reports reveal the model only if the swarm has a
+    single one. For other models that no PC has partially, nothing is returned, since the model may
+    have shipped with molink.
     """
     held = set[int]()
     known = only_model
@@ -74,7 +74,7 @@ def missing_layers(
 
 
 def describe_missing(facts: ModelFacts, layers: Collection[LayerRange]) -> str:
-    """Missing layers and how to get them, for the user."""
+    """Describe missing layers and how to get them, for the user."""
     if facts.files_bytes:
         return (
             f"layers {format_ranges(layers)} yet: the hub has them ({facts.hub.partition('@')[0]})"
@@ -95,7 +95,7 @@ def _held_layers(parts: PartialModel | None) -> set[int]:
 
 
 class MissingFiles:
-    """State of one deployment. All times in seconds."""
+    """Missing files of one deployment. All times are seconds."""
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
@@ -103,7 +103,7 @@ class MissingFiles:
         self._until = 0.0
 
     def record_missing(self, facts: ModelFacts, now: float) -> None:
-        """A PC has reported that files of its stage are on no peer."""
+        """Record a PC's report that files of its stage are on no peer."""
         self._snapshot, self._until = self._take_snapshot(facts), now + RETRY_INTERVAL
 
     def still_missing(self, facts: ModelFacts, now: float) -> bool:

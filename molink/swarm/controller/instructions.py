@@ -15,14 +15,14 @@ from molink.wire.messages.instructions import (
     StageProfile,
 )
 
-#: Peers named as sources of a model: more would not be asked at once.
+#: Maximum peers named as sources of a model; more would not be asked at once.
 MAX_SOURCES = 8
 
 
 def build_instruction(
     formation: Formation, stage: int, desired: DesiredModel, registry: Registry
 ) -> Assign | FormPipeline | None:
-    """What to tell a stage's peer now; ``None`` if it has done all it can."""
+    """Build the next instruction for a stage's peer; ``None`` if it has nothing to do."""
     record = formation.record
     if formation.state == "loading" and stage not in formation.loaded:
         return Assign(
@@ -54,7 +54,10 @@ def build_instruction(
 
 
 def build_profiles(formation: Formation, stage: int) -> tuple[StageProfile, ...]:
-    """All stages' profiles, sent before the ring forms: the scheduler and the links need them."""
+    """Build the messages with all stages' profiles.
+
+    They are sent before the ring forms, since the scheduler and the links need them.
+    """
     record = formation.record
     if formation.state != "linking" or stage in formation.ready:
         return ()
@@ -68,7 +71,7 @@ def build_profiles(formation: Formation, stage: int) -> tuple[StageProfile, ...]
 def build_prefetch(
     migration: Migration, peer: str, desired: DesiredModel, registry: Registry
 ) -> Prefetch:
-    """Ask a peer to fetch the files of its next stage."""
+    """Build the request to fetch the files of a peer's next stage."""
     return Prefetch(
         number=migration.number,
         layers=migration.layers_of(peer),
@@ -91,10 +94,10 @@ def build_route(
     forming_progress: int,
     sibling_pipelines: tuple[str, ...] = (),
 ) -> Route:
-    """Route requests to the first stage of ``ready``, or nowhere because of ``reason``.
+    """Build a route to the first stage of ``ready``, or to nowhere because of ``reason``.
 
-    ``forming_progress`` rises as long as an epoch makes progress; ``sibling_pipelines`` are the
-    model's other pipelines.
+    ``forming_progress`` rises as long as a forming epoch makes progress; ``sibling_pipelines`` are
+    the model's other pipelines.
     """
     return Route(
         pipeline=pipeline,
@@ -114,15 +117,18 @@ def build_route(
 
 
 def _max_model_len(desired: DesiredModel, ready: PipelineRecord | None) -> int:
-    """Longest request in tokens: the model's limit, or what the KV blocks hold if that is less."""
+    """Return the longest request in tokens: the lower of the model's limit and the KV blocks'
+    capacity.
+    """
     context = desired.facts.max_model_len
     return context if ready is None else min(context, ready.blocks * ready.block_size)
 
 
 def find_sources(desired: DesiredModel, registry: Registry) -> tuple[str, ...]:
-    """Peers that hold all of the model's files.
+    """Return peers that hold all of the model's files.
 
-    If no peer holds any, the one that loaded it first: it may be about to reconnect.
+    If no peer holds any, return the one that loaded the model first, since it may be about to
+    reconnect.
     """
     whole = registry.find_holders(desired.facts.name)[:MAX_SOURCES]
     if whole or partial_holders(desired.facts, registry):
@@ -131,7 +137,7 @@ def find_sources(desired: DesiredModel, registry: Registry) -> tuple[str, ...]:
 
 
 def stage_address(stage: StageRecord, registry: Registry) -> StageAddress:
-    """Where the worker of a stage listens."""
+    """Return the address at which a stage's worker listens."""
     member = registry.members[stage.peer]
     return StageAddress(
         peer=stage.peer,

@@ -1,8 +1,8 @@
 """A migration: a new placement that waits for its files while the old one serves.
 
 Peers whose new layers are not all among their current ones are asked to prefetch; the new epoch
-begins once all have the files. Progress is read from reports, so a lost message only needs to be
-sent again.
+begins when all have the files. Progress is read from reports, so a lost message is simply sent
+again.
 """
 
 from molink.facts.model import LayerRange, ModelFacts
@@ -10,14 +10,14 @@ from molink.swarm.artifacts.transfer import TransferDeadline, fetched_bytes
 from molink.swarm.controller.records import PipelineRecord, StageRecord
 from molink.wire.messages.peer_reports import PrefetchState
 
-#: Resend a prefetch that reports do not mention for this long, in seconds.
+#: Seconds after which a prefetch that reports do not mention is sent again.
 RESEND_TIMEOUT = 3.0
-#: Pause after a failed prefetch before the serving pipeline is considered again, in seconds.
+#: Seconds after a failed prefetch before the serving pipeline is considered again.
 RETRY_DELAY = 60.0
 
 
 class Migration:
-    """From the stages of ``old`` to ``stages``; ``number`` identifies the migration."""
+    """A migration from the stages of ``old`` to ``stages``; ``number`` identifies it."""
 
     def __init__(
         self,
@@ -51,11 +51,11 @@ class Migration:
         return tuple(self._requested_at)
 
     def layers_of(self, peer: str) -> LayerRange:
-        """The layers that ``peer`` gets."""
+        """Return the layers that ``peer`` gets."""
         return next(stage.layers for stage in self.stages if stage.peer == peer)
 
     def observe_prefetch(self, peer: str, state: PrefetchState | None, now: float) -> str | None:
-        """Process a report's prefetch state; returns why the transfer failed, if it did."""
+        """Process a report's prefetch state; return why the transfer failed, if it did."""
         if peer not in self._requested_at or state is None or state.number != self.number:
             return None
         if state.state == "failed":
@@ -67,7 +67,7 @@ class Migration:
         return None
 
     def find_overdue(self, now: float) -> str | None:
-        """The first peer whose files come too slowly."""
+        """Return the first peer whose files arrive too slowly."""
         late = (peer for peer in self._requested_at if now >= self._transfers[peer].deadline)
         return next(late, None)
 

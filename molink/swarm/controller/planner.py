@@ -1,8 +1,9 @@
 """Decides when a model is placed again, and on which peers.
 
-Candidates are compared after every event. A placement is made once they differ from those of the
-last placement and have been stable for a moment. So joins close together cause one formation, and
-every change of the candidates (a join, a loss, the end of a back-off) is handled alike.
+Candidates are compared after every event. A placement is made when they differ from those of the
+last placement and have been stable for a moment. So several joins within a short time cause one
+formation, and every change of the candidates (a join, a loss, the end of a back-off) is handled
+alike.
 """
 
 import logging
@@ -31,25 +32,25 @@ from molink.wire.messages.peer_reports import PeerReport
 
 log = logging.getLogger(__name__)
 
-#: Changes within this many seconds are placed together …
+#: Seconds within which changes are placed together …
 DEBOUNCE = 1.0
-#: … but the first of them waits no longer than this.
+#: … and maximum seconds that the first of them waits.
 MAX_DEBOUNCE = 5.0
-#: Pause before a broken pipeline is placed again: losses rarely come alone.
+#: Seconds before a broken pipeline is placed again, since losses rarely come alone.
 LOSS_DEBOUNCE = 0.3
-#: Wait for a failed peer if its back-off is no longer than this, in seconds: without it every other
-#: stage would load other layers.
+#: Maximum back-off in seconds of a failed peer for which to wait, since without it every other
+#: stage would have to load other layers.
 MAX_AWAITED_BACKOFF = 2.0
-#: How long to wait for a peer that its neighbour has lost, in seconds: two reports.
+#: Seconds to wait for a peer that its neighbour has lost: two reports.
 DOUBT_TIMEOUT = 0.75
-#: While no pipeline is up, peers silent for longer than this, in seconds, are not placed.
+#: Seconds of silence after which a peer is not placed while no pipeline is up.
 STALE_TIMEOUT = 1.5
-#: How long a restarted coordinator waits for ``min_peers`` to reconnect, in seconds, if that many
-#: are still members.
+#: Seconds for which a restarted coordinator waits for ``min_peers`` to reconnect, if that many are
+#: still members.
 RESTORE_TIMEOUT = 30.0
-#: Changed links and read rates cause no new placement within this many seconds after the last one.
+#: Seconds after a placement within which changed links and read rates cause no new one.
 REVIEW_INTERVAL = 60.0
-#: Changes of a peer's memory below this fraction cause no new placement.
+#: Fraction of a peer's memory whose change causes no new placement.
 MEMORY_CHANGE = 0.1
 
 Candidates = tuple[Candidate, ...]
@@ -61,7 +62,7 @@ class Planner:
     def __init__(
         self, now: float, backoff: Backoff, reach: Reachability, links: Links, *, restored: bool
     ) -> None:
-        """``restored``: a placement existed before this coordinator started.
+        """With ``restored``, a placement existed before this coordinator started.
 
         ``backoff`` and ``reachability`` are shared by the swarm; ``links`` is this planner's own
         copy.
@@ -70,49 +71,50 @@ class Planner:
         self.reachability = reach
         self.links = links
         self.read_rates = ReadRates()
-        #: Peers that this model may use; ``None``: all.
+        #: Peers that this model may use; ``None`` means all.
         self.allocated_peers: frozenset[str] | None = None
         self._pins: dict[str, str] = {}
         #: Peers that the last placement did not use.
         self.spare_peers: frozenset[str] = frozenset()
         #: Peers without a stage because a connection cannot be made.
         self.unreachable: dict[str, UnreachablePeer] = {}
-        #: The first placement waits for ``min_peers``; later ones use whichever peers remain.
+        #: Whether to wait for ``min_peers``: only the first placement does; later ones use the
+        #: remaining peers.
         self.has_placed = False
         self._waive_at = now + RESTORE_TIMEOUT if restored else None
         #: A leader that was lost just before this coordinator started; empty after a placement.
-        #: Once all others have reported, nothing is left to wait for.
+        #: When all others have reported, there is nothing to wait for.
         self._lost_leader = ""
         #: Candidates of the last placement; ``None`` forces another.
         self._placed_candidates: Candidates | None = ()
-        #: Candidates of the placement being debounced, else ``None``.
+        #: Candidates of the placement being debounced, otherwise ``None``.
         self._pending_candidates: Candidates | None = None
         self._pending_since = 0.0
         self._place_at = 0.0
-        #: When changed links, and changed read rates, may cause a placement. They are separate:
-        #: links jitter, while a slowdown that has lasted need not wait for them.
+        #: When changed links, and changed read rates, may cause a placement. The times are
+        #: separate: links jitter, but a lasting slowdown need not wait for them.
         self._link_review_at = self._rate_review_at = 0.0
         #: Whether the next placement ignores the serving ring.
         self._ignore_serving = False
-        #: How long a change of the candidates delays the placement.
+        #: Seconds by which a change of the candidates delays the placement.
         self._debounce = DEBOUNCE
-        #: Each peer's candidate, and the report it was made from.
+        #: Each peer's candidate, and the report from which it was made.
         self._candidates: dict[str, tuple[PeerReport, Candidate | None]] = {}
-        #: When a neighbour lost each peer: they are not placed before they report again.
+        #: When a neighbour lost each peer; these are not placed before they report again.
         self._doubted_at: dict[str, float] = {}
 
     def waive_min_peers(self, lost_leader: str, *, placed: bool) -> None:
-        """Do not wait for a leader known to be gone; ``placed``: nor for ``min_peers``."""
+        """Do not wait for a leader known to have left; with ``placed``, nor for ``min_peers``."""
         self._waive_at, self.has_placed, self._lost_leader = None, placed, lost_leader
 
     def find_candidates(
         self, registry: Registry, formation: Formation | None, now: float
     ) -> Candidates:
-        """Peers to place a model on, in joining order.
+        """Return the peers on which to place a model, in joining order.
 
-        A working pipeline is neither changed for a peer that failed lately nor broken for one whose
-        reports are late; neither gets a new stage. While no pipeline is up, peers that
-        :meth:`check_due` waits for count.
+        A working pipeline is neither changed for the sake of a peer that failed lately, nor broken
+        because a peer's reports are late; neither kind of peer gets a new stage. While no pipeline
+        is up, peers for which :meth:`check_due` waits are included.
         """
         found: list[Candidate] = []
         for peer in registry.members:
@@ -145,11 +147,11 @@ class Planner:
         self._candidates.clear()
 
     def may_use(self, peer: str) -> bool:
-        """Whether the peer is allocated to this model."""
+        """Whether this model may use the peer."""
         return self.allocated_peers is None or peer in self.allocated_peers
 
     def _with_unreachable(self, found: Sequence[Candidate], serving: Collection[str]) -> Candidates:
-        """Add to each candidate the others that it cannot connect to."""
+        """Add to each candidate the others to which it cannot connect."""
         if not self.reachability.has_failures:
             return tuple(found)
         peers = {one.peer for one in found}
@@ -163,7 +165,7 @@ class Planner:
         )
 
     def _cached_candidate(self, peer: str, report: PeerReport) -> Candidate | None:
-        """The candidate of a report, cached: this is called after every event."""
+        """Return the candidate of a report, cached since this is called after every event."""
         known = self._candidates.get(peer)
         if known is None or known[0] is not report:
             known = self._candidates[peer] = (
@@ -173,7 +175,7 @@ class Planner:
         return known[1]
 
     def is_doubted(self, peer: str, session: PeerSession) -> bool:
-        """Whether a neighbour has lost the peer and it has not reported since."""
+        """Whether a neighbour has lost the peer, and the peer has not reported since."""
         return self._doubted_at.get(peer, -1.0) >= session.last_seen
 
     def check_due(self, candidates: Candidates, registry: Registry, now: float) -> bool:
@@ -214,9 +216,9 @@ class Planner:
         return True
 
     def is_outdated(self, candidates: Candidates, peers: Collection[str]) -> bool:
-        """Whether a placement on ``peers`` has become impossible: one is gone or offers less.
+        """Whether a placement on ``peers`` has become impossible: one has left or offers less.
 
-        New peers are not a reason to abort a formation.
+        New peers are no reason to abort a formation.
         """
         if self._placed_candidates is None:
             return True
@@ -253,9 +255,9 @@ class Planner:
     def record_failure(
         self, peer: str, reason: str, now: float, *, doubt: bool, at_once: bool = False
     ) -> float:
-        """Count a peer's failure; returns for how many seconds it is excluded.
+        """Count a peer's failure; return for how many seconds it is excluded.
 
-        ``doubt``: a neighbour reported it, and the peer may be gone. ``at_once``: see
+        With ``doubt``, a neighbour reported it, and the peer may have left. For ``at_once`` see
         :meth:`Backoff.record_failure`.
         """
         if doubt:
@@ -263,7 +265,7 @@ class Planner:
         return self.backoff.record_failure(peer, reason, now, at_once=at_once)
 
     def drop_peer(self, peer: str) -> None:
-        """Drop a peer that is gone."""
+        """Drop a peer that has left."""
         self.links.drop_peer(peer)
         self.read_rates.drop_peer(peer)
         self._candidates.pop(peer, None)
@@ -276,9 +278,9 @@ class Planner:
         pause: float = LOSS_DEBOUNCE,
         step: float = DEBOUNCE,
     ) -> None:
-        """Place after ``pause`` seconds, whether the candidates change or not.
+        """Place after ``pause`` seconds, even if the candidates don't change.
 
-        If they change it happens earlier: each change delays it by ``step`` seconds.
+        If they change, the placement is earlier, ``step`` seconds after the last change.
         """
         self._placed_candidates, self._pending_candidates = None, candidates
         self._pending_since, self._place_at = now, now + pause
@@ -290,7 +292,7 @@ class Planner:
         self.schedule_placement(candidates, now, 0.0)
 
     def restart_planning(self) -> None:
-        """Start over: another model is placed for the first time."""
+        """Start again: another model is placed for the first time."""
         self.has_placed, self._waive_at = False, None
 
     def place_model(
@@ -335,9 +337,9 @@ class Planner:
 
 
 def find_askers(registry: Registry) -> dict[str, float]:
-    """The peers where people ask, with the number of their requests.
+    """Return the peers at which requests arrive, with their numbers of requests.
 
-    One more is counted everywhere: while nobody has asked, each endpoint counts the same.
+    One is added to each number, so that all endpoints count equally before the first request.
     """
     return {
         peer: 1.0 + session.report.requests
@@ -347,7 +349,9 @@ def find_askers(registry: Registry) -> dict[str, float]:
 
 
 def candidate_from_report(peer: str, report: PeerReport, pin: str = "") -> Candidate | None:
-    """The candidate that a report describes, if it offers a stage; ``pin`` sets which one."""
+    """Return the candidate that a report describes, if it offers a stage; ``pin`` overrides the
+    stage.
+    """
     if report.stage != "auto" and parse_layers(report.stage) is None:
         return None
     return candidate_from_device(

@@ -1,4 +1,4 @@
-"""Which peers can connect to which others, by their attempts, and how users open ports."""
+"""Tracks which peers can connect to which others, and explains how users open ports."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from molink.swarm.controller.registry import Registry
 from molink.wire.messages.peer_reports import PeerReport
 
-#: Steps of the search for a connectable order; most searches take one per peer.
+#: Maximum steps of the search for a connectable order; most searches take one per peer.
 _MAX_STEPS = 2000
-#: Cached answers: each deployment asks about its own peers.
+#: Maximum cached answers; each deployment asks about its own peers.
 _CACHE_SIZE = 32
 
 
@@ -27,13 +27,13 @@ class Reachability:
     def __init__(self) -> None:
         self._failed: set[tuple[str, str]] = set()
         self._steps_left = 0
-        #: Recent results by peers: they are requested after every event.
+        #: Recent results by peers, which are requested after every event.
         self._cache: dict[tuple[str, ...], dict[str, UnreachablePeer]] = {}
 
     def record_attempt(self, source: str, target: str, ok: bool) -> None:
         """Record that ``source`` has tried to connect to ``target``."""
         if ok == ((source, target) not in self._failed):
-            return  # unchanged, as most reports at the start of a swarm
+            return  # unchanged, like most reports at the start of a swarm
         self._cache.clear()
         if ok:
             self._failed.discard((source, target))
@@ -41,7 +41,7 @@ class Reachability:
             self._failed.add((source, target))
 
     def drop_peer(self, peer: str) -> None:
-        """Drop a peer that is gone: failed attempts to it say nothing about its ports."""
+        """Drop a peer that has left; failed attempts to it say nothing about its ports."""
         self._cache.clear()
         self._failed = {pair for pair in self._failed if peer not in pair}
 
@@ -56,11 +56,11 @@ class Reachability:
         return sorted(self._failed)
 
     def unreachable_from(self, peer: str) -> frozenset[str]:
-        """Peers that ``peer`` failed to connect to."""
+        """Return the peers to which ``peer`` failed to connect."""
         return frozenset(target for source, target in self._failed if source == peer)
 
     def find_unreachable(self, peers: Iterable[str]) -> dict[str, UnreachablePeer]:
-        """Peers that fit in no ring with those before them, in any order."""
+        """Return the peers that fit no ring with the peers before them, in any order."""
         if not self._failed:
             return {}
         peers = tuple(peers)
@@ -89,7 +89,7 @@ class Reachability:
         )
 
     def _failed_links(self, peer: str, others: Sequence[str]) -> Iterator[tuple[str, str]]:
-        """Failed connections between ``peer`` and ``others``."""
+        """Return the failed connections between ``peer`` and ``others``."""
         pairs = (
             (source, target)
             for other in others
@@ -100,8 +100,8 @@ class Reachability:
     def _has_ring(self, peers: Sequence[str]) -> bool:
         """Whether a ring of all ``peers`` exists in which each can connect to the next.
 
-        All must also connect to the first one, where requests go. A search that takes too long
-        fails.
+        All must also be able to connect to the first one, which receives requests. A search that
+        takes too long fails.
         """
         self._steps_left = _MAX_STEPS
         return any(
@@ -121,7 +121,7 @@ class Reachability:
 
 
 def describe_unreachable(found: UnreachablePeer, registry: Registry) -> str:
-    """Which connection fails, and the command that opens the port, for the user."""
+    """Describe the failed connection, and the command that opens the port, for the user."""
     source, target = registry.name_of(found.source), registry.name_of(found.target)
     report = registry.sessions[found.target].report
     at = report.addresses[0] if report.addresses else "an unknown address"
@@ -132,7 +132,7 @@ def describe_unreachable(found: UnreachablePeer, registry: Registry) -> str:
 
 
 def describe_firewall_fix(report: PeerReport) -> str:
-    """The command that opens a PC's ports, for the user to run there."""
+    """Return the command that opens a PC's ports, for its user to run."""
     tcp = [(report.control_port, report.control_port)]
     if report.worker_ports[1]:
         tcp.append(report.worker_ports)
@@ -145,9 +145,9 @@ def describe_firewall_fix(report: PeerReport) -> str:
 def firewall_commands(
     system: str, tcp: Sequence[tuple[int, int]], udp: Sequence[int] = ()
 ) -> tuple[str, ...]:
-    """Commands that open TCP port ranges and UDP ports in a PC's firewall.
+    """Return commands that open TCP port ranges and UDP ports in a PC's firewall.
 
-    Windows needs all of them, as administrator; elsewhere each is for a different firewall.
+    Windows needs all of them, as administrator; on other systems each is for a different firewall.
     ``system`` is ``sys.platform``.
     """
     ranges = [f"{first}-{last}" if last > first else str(first) for first, last in tcp]

@@ -1,8 +1,8 @@
 """Drives a deployment to its desired state: one ready pipeline.
 
-One pipeline serves or is being formed. A successor may be formed meanwhile and takes over once
-ready; a predecessor may still be ending. :mod:`molink.swarm.controller.fleet` passes on events and
-carries out the actions in order, so an epoch is committed before it is announced.
+One pipeline serves or is being formed. A successor may be formed meanwhile and takes over when
+ready; a predecessor may still be ending. :mod:`molink.swarm.controller.fleet` delivers events and
+returns the actions in order, so an epoch is committed before it is announced.
 """
 
 from collections.abc import Iterator, Sequence
@@ -37,10 +37,10 @@ from molink.swarm.placement.placement import Candidate, Placement, Unplaceable, 
 from molink.wire.messages.instructions import Unassign
 from molink.wire.messages.peer_reports import StageFailed, StageLoaded
 
-#: Requests that wait for a formation hear of its progress at least this often, in seconds.
+#: Maximum seconds between progress updates to requests that wait for a formation.
 PROGRESS_INTERVAL = 5.0
-#: How long the old pipeline keeps running after a switch-over, in seconds: daemons connect to the
-#: new scheduler meanwhile.
+#: Seconds for which the old pipeline keeps running after a switch-over, while daemons connect to
+#: the new scheduler.
 SWITCH_OVER_DELAY = 1.0
 WAITING_FOR_PEERS = "waiting for peers"
 JUST_REQUESTED = "the model was just requested"
@@ -52,8 +52,8 @@ SPARE_REASON = "on standby: using it would not be faster (`--min-stages` on `mol
 class _Failure:
     """Why a formation cannot continue, and the peer at fault.
 
-    ``doubt``: a neighbour blames the peer, which may be gone without a report. ``at_once``: exclude
-    the peer even if it never failed before.
+    With ``doubt``, a neighbour blames the peer, which may have left without a report. With
+    ``at_once``, the peer is excluded even if it never failed before.
     """
 
     reason: str
@@ -75,7 +75,7 @@ class Reconciler:
         *,
         lost_peer: str = "",
     ) -> None:
-        """``desired`` and ``pipeline`` are the stored state; ``lost_peer`` is known to be gone."""
+        """``desired`` and ``pipeline`` are the stored state; ``lost_peer`` has left the swarm."""
         self.context = context
         self.registry = context.registry
         self.planner = Planner(
@@ -86,7 +86,7 @@ class Reconciler:
             restored=pipeline is not None,
         )
         self.desired = desired
-        #: Which of the model's deployments this is, from 0.
+        #: Index of this deployment among the model's, from 0.
         self.replica = replica
         #: Name in the transition log; empty if it is the only deployment.
         self.label = ""
@@ -94,23 +94,24 @@ class Reconciler:
         self.sibling_pipelines: tuple[str, ...] = ()
         #: The current epoch, if it is being formed or ready.
         self.formation: Formation | None = None
-        #: Where the serving pipeline moves once the files are there.
+        #: The migration that the serving pipeline makes when the files have arrived.
         self.migration: Migration | None = None
-        #: A formation while the pipeline serves; it takes over once ready.
+        #: A successor that is formed while the pipeline serves, and takes over when ready.
         self.successor: Formation | None = None
-        #: The pipeline that a successor has replaced, and when it ends.
+        #: The pipeline that a successor has replaced, and the time when it ends.
         self.predecessor: tuple[Formation, float] | None = None
         #: Why no pipeline is ready, or why a change was not applied, for the user.
         self.reason = WAITING_FOR_PEERS
         #: Whether stages were assigned for the current desired state.
         self.has_assigned = False
-        #: Whether a desired change waits until another deployment of the model has changed.
+        #: Whether a desired change must wait until another deployment of the model has changed.
         self.is_deferred = False
-        #: Its newest epoch, whether it is up or not.
+        #: The pipeline's newest epoch, even if it is not up.
         self.epoch = context.epoch
-        #: Id of the pipeline, whether it is up or not: ``p1``, ``p2`` …
+        #: The pipeline's id, even if it is not up: ``p1``, ``p2`` …
         self.pipeline = pipeline.id if pipeline else context.new_pipeline_id()
-        #: Rises as long as the formation makes progress; and when it last did.
+        #: Number that rises as long as the formation makes progress, and the time of its last
+        #: change.
         self._progress_count = 0
         self._progress_at = now
         #: Durations of the last change's phases.
@@ -127,7 +128,7 @@ class Reconciler:
 
     @property
     def key(self) -> tuple[str, int]:
-        """The model's name, and which of its deployments this is."""
+        """The model's name, and the index of this deployment."""
         return self.desired.facts.name, self.replica
 
     @property
@@ -137,12 +138,12 @@ class Reconciler:
 
     @property
     def is_adopting(self) -> bool:
-        """Whether an earlier coordinator committed it and it may still serve."""
+        """Whether an earlier coordinator committed the pipeline, and it may still serve."""
         return self.formation is not None and self.formation.state == "adopting"
 
     @property
     def used_peers(self) -> frozenset[str]:
-        """Peers that run, or are about to run, a worker of one of its pipelines."""
+        """Peers that run, or are about to run, a worker of one of the deployment's pipelines."""
         retiring = self.predecessor[0].peers if self.predecessor is not None else ()
         planned = self.migration.peers if self.migration is not None else ()
         formed = [peer for one in self._formations() for peer in one.peers]
@@ -163,14 +164,14 @@ class Reconciler:
         """Apply a changed desired state: other options, or other files of the model."""
         old, self.desired = self.desired, desired
         if epoch_spec(old) == epoch_spec(desired):
-            if self.formation is None:  # ``min_peers`` may have changed
+            if self.formation is None:  # since ``min_peers`` may have changed
                 self.planner.schedule_placement(self._find_candidates(now), now)
             return
         self.planner.set_pins(desired.pins)
         self.has_assigned = False
         self._log_request(now)
         if old.weight_key != desired.weight_key:
-            # A new id, so that no worker is reused.
+            # With a new id, no worker is reused.
             self.dissolve_pipelines()
             self.pipeline = self.context.new_pipeline_id()
             self.planner.restart_planning()
@@ -182,11 +183,13 @@ class Reconciler:
         self._log_transition(now, text, f"{self._subject} was requested")
 
     def rebalance_ring(self, now: float) -> None:
-        """Place again as if nothing served; the old ring serves until the new one is up."""
+        """Place the model again as if no ring were serving; the old ring serves until the new one
+        is up.
+        """
         self.planner.rebalance_now(self._find_candidates(now), now)
 
     def on_term_raised(self, now: float) -> None:
-        """Restart a formation in progress: the other part may know newer"""
+        """Restart a formation in progress, since the other part may know newer"""
         if self.formation is not None and self.formation.is_forming:
             self._break_formation(_Failure("another part of the swarm has rejoined"), now)
 
@@ -230,7 +233,7 @@ class Reconciler:
             self._send_prefetch(migration, peer)
 
     def on_stage_reported(self, event: StageReportedEvent, now: float) -> None:
-        """Process a peer's message about an assignment, perhaps of another deployment."""
+        """Process a peer's message about an assignment, which may belong to another deployment."""
         message = event.message
         accepting = (one for one in self._formations() if one.accepts_message(event.peer, message))
         formation = next(accepting, None)
@@ -261,14 +264,14 @@ class Reconciler:
             return
         is_serving = self.has_stage(peer)
         if formation is self.successor and is_serving and not self.has_stage(sender):
-            peer = sender  # of the two, the new peer is the likelier cause
+            peer = sender  # the newer peer is the likelier cause
         if formation is self.successor and is_serving and message.out_of_memory:
             self._replace_in_place(reason, now)
         else:
             self._fail_formation(formation, _Failure(reason, peer, doubt=peer != sender), now)
 
     def needed_pipelines(self, peer: str) -> set[str]:
-        """Pipelines whose workers a peer keeps running.
+        """Return the pipelines whose workers a peer must keep running.
 
         While no pipeline is formed, their loaded weights may be reused.
         """
@@ -279,7 +282,7 @@ class Reconciler:
         return needed
 
     def set_allocated_peers(self, peers: frozenset[str] | None) -> None:
-        """Set the peers it may use; ``None``: all."""
+        """Set the peers that the deployment may use; ``None`` means all."""
         self.planner.allocated_peers = peers
         if self.formation is not None or peers is None:
             return
@@ -291,7 +294,7 @@ class Reconciler:
     # --- failures ----------------------------------------------------------------------------
 
     def _fail_formation(self, formation: Formation, failure: _Failure, now: float) -> None:
-        """A formation has failed: break the serving pipeline, or give up the successor."""
+        """Handle a failed formation: break the serving pipeline, or give up the successor."""
         if formation is not self.successor:
             self._break_formation(failure, now)
             return
@@ -341,7 +344,7 @@ class Reconciler:
         )
 
     def _on_prefetch_failed(self, peer: str, reason: str, now: float) -> None:
-        """A peer cannot get the files of a migration."""
+        """Handle a peer that cannot get the files of a migration."""
         text = f"{self.registry.name_of(peer)} can't fetch its files: {reason}"
         self._log_transition(now, text, text)
         is_serving = self.has_stage(peer)
@@ -358,7 +361,7 @@ class Reconciler:
     # --- due work ----------------------------------------------------------------------------
 
     def advance_state(self, now: float) -> None:
-        """Do what is due."""
+        """Do all due work."""
         self._check_overdue(now)
         candidates = self._find_candidates(now)
         if self._may_place(candidates, now) and self.planner.check_due(
@@ -383,14 +386,14 @@ class Reconciler:
                 continue
             peer = formation.peers[late[0]]
             is_adopting, is_loading = formation.state == "adopting", formation.state == "loading"
-            # If part of the pipeline runs, the next placement is not the first one.
+            # If part of the pipeline runs, the next placement doesn't count as the first one.
             self.planner.has_placed |= is_adopting and bool(formation.ready)
             reason = f"{self.registry.name_of(peer)} {late[1]}"
             failure = _Failure(reason, None if is_adopting else peer, at_once=is_loading)
             self._fail_formation(formation, failure, now)
 
     def _may_place(self, candidates: tuple[Candidate, ...], now: float) -> bool:
-        """Whether to place now: a formation that is nearly done finishes first."""
+        """Whether to place now; a formation that is nearly done finishes first."""
         if self.is_deferred or self._missing_files.still_missing(self.desired.facts, now):
             return False
         formation = self.successor or self.formation
@@ -399,7 +402,9 @@ class Reconciler:
         return formation.is_forming and self.planner.is_outdated(candidates, formation.peers)
 
     def _apply_placement(self, placed: Placement | Unplaceable, now: float) -> None:
-        """Apply a new placement. Without one, a serving pipeline continues and others wait."""
+        """Apply a new placement. Without one, a serving pipeline continues, and one that doesn't
+        serve waits.
+        """
         self.migration = None
         if self.successor is not None:
             if isinstance(placed, Placement) and stage_layout(
@@ -426,7 +431,7 @@ class Reconciler:
             self._start_epoch(stages, now)
 
     def _advance_formations(self, now: float) -> None:
-        """Advance each formation whose stages are all done, and start a migrated successor."""
+        """Advance each formation whose stages are all done; start the new epoch of a migration."""
         if self.migration is not None and not self.migration.pending_peers:
             self._start_successor(self.migration.stages, now)
         for formation in self._formations():
@@ -437,7 +442,7 @@ class Reconciler:
                 and not formation.all_ready
                 and self.registry.all_live(formation.peers)
             ):
-                # The earlier coordinator ended before all stages were told to form their ring.
+                # The earlier coordinator ended before it had told all stages to form their ring.
                 formation.start_linking(formation.record, now)
                 self._send_instructions(formation)
             elif formation is self.successor and formation.all_ready:
@@ -483,7 +488,7 @@ class Reconciler:
         return Formation(record, "loading", now, self.desired.facts)
 
     def _start_linking(self, formation: Formation, now: float) -> None:
-        """All stages have loaded: tell them to form the ring."""
+        """Tell the stages, which have all loaded, to form the ring."""
         loaded = [formation.loaded[stage] for stage in range(len(formation.record.stages))]
         blocks, least = min((one.max_blocks, stage) for stage, one in enumerate(loaded))
         peer, serving = formation.peers[least], self.formation
@@ -510,11 +515,13 @@ class Reconciler:
     def _complete_formation(
         self, formation: Formation, now: float, *, has_moved: bool = False
     ) -> None:
-        """Mark the ring ready if all stages have joined; ``has_moved`` if another one serves."""
+        """Mark the ring ready if all stages have joined; ``has_moved`` means that another one
+        serves.
+        """
         if formation.state not in ("linking", "adopting") or not formation.all_ready:
             return
         if formation.state == "adopting":
-            # Other peers may have been about to join the pipeline.
+            # Other peers may have been joining the pipeline.
             kept = [one for one in self._find_candidates(now) if one.peer in formation.peers]
             self.planner.mark_settled(tuple(kept))
             self.planner.has_placed = True
@@ -530,13 +537,13 @@ class Reconciler:
         )
 
     def _signal_progress(self, now: float) -> None:
-        """Signal that the formation makes progress, or may still do so."""
+        """Signal that the formation makes progress, or may still make some."""
         self._progress_count, self._progress_at = self._progress_count + 1, now
 
     # --- replacing a serving pipeline --------------------------------------------------------
 
     def _start_migration(self, old: Formation, stages: tuple[StageRecord, ...], now: float) -> None:
-        """Prefetch files first; :meth:`_advance_formations` continues once they are there."""
+        """Prefetch files first; :meth:`_advance_formations` continues when they have arrived."""
         self.reason = ""
         migration = self.migration = Migration(
             self.context.new_migration_id(), old.record, stages, now, self.desired.facts
@@ -559,7 +566,7 @@ class Reconciler:
         self._send_instructions(successor)
 
     def _switch_over(self, successor: Formation, now: float) -> None:
-        """Switch to a ready successor: new requests at once, running streams shortly after."""
+        """Switch to a ready successor: new requests immediately, running streams shortly after."""
         assert self.formation is not None
         self._end_predecessor(float("inf"))
         self.predecessor = (self.formation, now + SWITCH_OVER_DELAY)
@@ -584,7 +591,7 @@ class Reconciler:
         self.context.add_actions(CommitPipelineAction(successor.record))
 
     def _replace_in_place(self, reason: str, now: float) -> None:
-        """Replace the serving pipeline in place: a device has no room for two stages."""
+        """Replace the serving pipeline in place, since a device has no room for two stages."""
         assert self.successor is not None
         self._log_transition(
             now,
@@ -601,7 +608,7 @@ class Reconciler:
             self._unassign_stages(dropped)
 
     def _end_predecessor(self, now: float) -> None:
-        """End the predecessor once its streams had time to move."""
+        """End the predecessor after its streams had time to move."""
         if self.predecessor is None or now < self.predecessor[1]:
             return
         old, self.predecessor = self.predecessor[0], None
@@ -623,7 +630,7 @@ class Reconciler:
             self._send_instruction(formation, stage)
 
     def _send_instruction(self, formation: Formation, stage: int) -> None:
-        """Tell a stage's peer what it should do in this epoch."""
+        """Send a stage's peer its instruction for this epoch."""
         for profile in instructions.build_profiles(formation, stage):
             self.context.send_message(formation.peers[stage], profile)
         message = instructions.build_instruction(formation, stage, self.desired, self.registry)
@@ -642,7 +649,7 @@ class Reconciler:
         """Publish the route to every live peer that does not know it yet."""
         formation = self.formation
         if self.is_adopting:
-            return  # what peers know of a running pipeline stays true meanwhile
+            return  # what peers know about a running pipeline remains true meanwhile
         is_forming = formation is not None and formation.is_forming
         is_waiting = self.reason in (WAITING_FOR_PEERS, JUST_REQUESTED)
         route = instructions.build_route(
@@ -658,7 +665,7 @@ class Reconciler:
         self.context.add_actions(*self.registry.publish_route(route))
 
     def collect_notices(self) -> dict[str, str]:
-        """Messages to users of PCs without a stage about what they can do."""
+        """Collect messages that tell users of PCs without a stage what they can do."""
         texts = {
             peer: self._explain_misfit(peer)
             for peer in self.registry.sessions
@@ -672,7 +679,7 @@ class Reconciler:
         return texts
 
     def explain_exclusion(self, peer: str) -> str:
-        """Why a peer that offers a stage has none, for the user; empty if it has one."""
+        """Explain why a peer that offers a stage has none, for the user; empty if it has one."""
         if not self.registry.is_live(peer) or self.has_stage(peer):
             return ""
         misfit = self._explain_misfit(peer)
@@ -689,7 +696,7 @@ class Reconciler:
         )
 
     def _explain_misfit(self, peer: str) -> str:
-        """Why the model lacks the layers that a peer names; empty if it has them."""
+        """Explain why the model lacks the layers that a peer names; empty if it has them."""
         stage = self.registry.sessions[peer].report.stage
         reason = explain_misfit(stage, self.desired.facts)
         return f"--stage {stage} {reason}" if reason else ""
@@ -697,7 +704,7 @@ class Reconciler:
     # --- helpers -----------------------------------------------------------------------------
 
     def _formations(self) -> Iterator[Formation]:
-        """The current formation, then the successor if it still exists by then."""
+        """Yield the current formation, then the successor if it still exists at that point."""
         if self.formation is not None:
             yield self.formation
         if self.successor is not None:
@@ -711,7 +718,7 @@ class Reconciler:
         return self.label or self.desired.facts.name
 
     def _layers_text(self, stages: Sequence[StageRecord]) -> str:
-        """Which PC holds which layers."""
+        """Describe which PC holds which layers."""
         return ", ".join(
             f"{self.registry.name_of(one.peer)} {format_layers(one.layers)}" for one in stages
         )

@@ -1,4 +1,4 @@
-"""The coordinator's persistent state as values."""
+"""The coordinator's persistent state as value objects."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -11,7 +11,7 @@ from molink.facts.model import BLOCK_SIZE, KVCacheDType, LayerRange, ModelFacts,
 from molink.facts.profile import UNKNOWN_PROFILE, Profile
 from molink.wire.messages.instructions import PeerInfo
 
-#: Members at once, unless the user sets another number.
+#: Default maximum of simultaneous members.
 MAX_PEERS = 64
 
 #: A peer that ``left`` may rejoin with an invitation; a ``revoked`` one may not.
@@ -20,7 +20,7 @@ Standing = Literal["member", "left", "revoked"]
 
 @dataclass(frozen=True, slots=True)
 class SwarmRecord:
-    """The swarm itself. ``port`` is where the coordinator last listened (0 = nowhere yet)."""
+    """The swarm itself. ``port`` is the coordinator's last port (0 = none yet)."""
 
     id: str
     name: str
@@ -31,10 +31,10 @@ class SwarmRecord:
 
 @dataclass(frozen=True, slots=True)
 class MemberRecord:
-    """A peer that has joined. ``is_owner``: over the coordinator's own command line.
+    """A peer that has joined.
 
-    ``announced`` is what other peers were last told of it. ``invitation`` is the id of the one it
-    last joined by; empty if it is one of the first.
+    ``is_owner`` marks owners. ``announced`` is the information last sent to other peers about it.
+    ``invitation`` is the id of the invitation by which it last joined; empty for founders.
     """
 
     peer: str
@@ -48,7 +48,7 @@ class MemberRecord:
 
 @dataclass(frozen=True, slots=True)
 class InvitationUse:
-    """A peer joined by an invitation, at that unix time."""
+    """A peer's use of an invitation, at a unix time."""
 
     peer: str
     used_at: float
@@ -59,7 +59,7 @@ class InvitationRecord:
     """An invitation: the public half of its key, and when it expires (0 = never).
 
     ``creator`` is the member that requested it; both memberships end together. At most ``max_uses``
-    peers may join by it, ``used_by`` lists those that have. Times are unix time.
+    peers may join by it; ``used_by`` lists those that have joined. Times are unix time.
     """
 
     id: str
@@ -72,11 +72,11 @@ class InvitationRecord:
 
     @property
     def uses_left(self) -> int:
-        """How many more peers may join by it."""
+        """Number of peers that may still join by the invitation."""
         return self.max_uses - len(self.used_by)
 
 
-#: A peer that a model is bound to, and its stage there: ``auto`` or ``A-B``.
+#: A peer to which a model is pinned, and its stage on that peer: ``auto`` or ``A-B``.
 Pin = tuple[str, str]
 
 
@@ -85,9 +85,9 @@ class DesiredModel:
     """A model to serve; ``source`` is the peer that requested it and holds its files.
 
     ``min_stages`` 0 means ``min_peers``. ``replicas`` is the number of pipelines if there are
-    enough peers. With ``pins`` it runs on those peers only, and they run no other model.
-    ``applied``: it is defined in a file (``molink apply``), and only that changes it. ``stopped``:
-    it has no pipelines until it is started again, and keeps its settings.
+    enough peers. With ``pins`` it runs on those peers only, and they run no other model. An
+    ``applied`` model is defined in a file (``molink apply``), which alone may change it. A
+    ``stopped`` model keeps its settings, but has no pipelines until it is started again.
     """
 
     facts: ModelFacts
@@ -106,17 +106,17 @@ class DesiredModel:
 
     @property
     def num_pipelines(self) -> int:
-        """Number of pipelines it should have now."""
+        """Number of pipelines that the model should have now."""
         return 0 if self.stopped else self.replicas
 
     @property
     def target_stages(self) -> int:
-        """Minimum number of stages of its ring, if there are enough peers."""
+        """Minimum number of stages of the ring, if there are enough peers."""
         return self.min_stages or self.min_peers
 
     @property
     def weight_key(self) -> tuple[object, ...]:
-        """Everything whose change makes every stage reload."""
+        """All settings whose change makes every stage reload."""
         facts = structs.replace(self.facts, hub="")
         return facts, self.dtype, self.quantize, self.kv_cache_dtype
 
@@ -135,7 +135,7 @@ class DesiredModel:
 
 @dataclass(frozen=True, slots=True)
 class StageRecord:
-    """A stage of an epoch. ``port``, ``max_blocks`` and ``profile`` are set once it has loaded."""
+    """A stage of an epoch. ``port``, ``max_blocks`` and ``profile`` are set when it has loaded."""
 
     peer: str
     layers: LayerRange
@@ -146,8 +146,9 @@ class StageRecord:
 
 @dataclass(frozen=True, slots=True)
 class PipelineRecord:
-    """A pipeline in its newest epoch. ``formed``: all stages have loaded, and ``FormPipeline`` may
-    be out."""
+    """A pipeline in its newest epoch. ``formed`` means that all stages have loaded, and that
+    ``FormPipeline`` may have been sent.
+    """
 
     id: str
     model: str
@@ -158,10 +159,10 @@ class PipelineRecord:
     micro_batches: int = 0
     #: Positions per KV block, at every stage.
     block_size: int = BLOCK_SIZE
-    #: Which of the model's deployments it belongs to.
+    #: Index of the deployment among the model's.
     replica: int = 0
 
     @property
     def kv_tokens(self) -> int:
-        """Tokens whose KV it can hold."""
+        """Number of tokens whose KV the pipeline can hold."""
         return self.blocks * self.block_size

@@ -1,4 +1,4 @@
-"""Members, their sessions, and what each live peer has been told about the others."""
+"""Members, their sessions, and the information sent to each live peer about the others."""
 
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
@@ -17,38 +17,38 @@ from molink.wire.messages.instructions import (
 )
 from molink.wire.messages.peer_reports import PeerReport
 
-#: A peer without a report for this long at most, in seconds, is gone until it reports again.
+#: Maximum seconds without a report, after which a peer counts as lost until it reports again.
 PEER_TIMEOUT = TIMEOUTS.peer
-#: Unread messages excuse silence for at most this long, in seconds: an overloaded coordinator must
-#: also notice losses.
+#: Maximum seconds of silence that unread messages excuse, since an overloaded coordinator must also
+#: detect losses.
 MAX_READ_LAG = 10.0
-#: The routes are sent to a peer again after this many reports in a row that list other ones.
+#: Consecutive reports with other routes after which the routes are sent to a peer again.
 MAX_ROUTE_MISMATCHES = 6
-#: A peer is told again that a pipeline has ended after this many reports in a row that list it.
+#: Consecutive reports that list an ended pipeline after which the peer is told again.
 MAX_STALE_REPORTS = 4
-#: Addresses of a peer that are passed on: a header must hold those of sixteen stages.
+#: Maximum addresses passed on per peer, since a header must hold those of sixteen stages.
 MAX_ADDRESSES = 3
 
 
 @dataclass(slots=True)
 class PeerSession:
-    """A live peer: its last report and what it has been told."""
+    """A live peer: its last report, and the information sent to it."""
 
     report: PeerReport
     last_seen: float
     silence_limit: SilenceLimit
-    #: When its connection broke; ``None`` once it has reported again.
+    #: When its connection broke; ``None`` if it has reported again.
     disconnected_at: float | None = None
     members: dict[str, PeerInfo] = field(default_factory=dict)
     routes: dict[str, Route] = field(default_factory=dict)
-    #: Reports in a row that show other routes.
+    #: Number of consecutive reports that show other routes.
     route_mismatches: int = 0
     notice: str = ""
-    #: Ended pipelines that its reports still show: in how many reports in a row.
+    #: Number of consecutive reports that show each ended pipeline.
     stale_pipelines: dict[str, int] = field(default_factory=dict)
 
     def find_stale(self, known: Collection[str]) -> list[str]:
-        """Pipelines not in ``known`` whose end the peer must be told again."""
+        """Return the pipelines not in ``known`` whose end the peer must be told again."""
         shown = {pipeline for pipeline, _, _ in self.report.routes or ()}
         self.stale_pipelines = {
             one: self.stale_pipelines.get(one, 0) + 1 for one in sorted(shown.difference(known))
@@ -58,9 +58,9 @@ class PeerSession:
         ]
 
     def check_routes(self) -> None:
-        """Clear what the peer was told of routes if its reports keep showing something else.
+        """Clear the record of routes sent to the peer if its reports keep showing other ones.
 
-        Messages of an earlier coordinator may be read after those of this one.
+        The peer may read messages of an earlier coordinator after this one's.
         """
         reported = self.report.routes
         sent = {(route.pipeline, route.epoch, route.is_ready) for route in self.routes.values()}
@@ -75,27 +75,27 @@ class PeerSession:
 class Registry:
     """Members in joining order, and the sessions of live ones.
 
-    What a peer must know is compared with what it was told, so a late joiner, a returning peer and
-    one that was always there are handled alike.
+    What a peer must know is compared with what it was sent, so late joiners, returning peers and
+    peers that were always present are handled alike.
     """
 
     def __init__(self, swarm: str, members: Iterable[MemberRecord]) -> None:
         self._swarm = swarm
-        #: Only those whose standing is ``member``.
+        #: Only peers whose standing is ``member``.
         self.members: dict[str, MemberRecord] = {
             member.peer: member for member in members if member.standing == "member"
         }
         #: Keys are members.
         self.sessions: dict[str, PeerSession] = {}
-        #: Of each peer. They outlive sessions: a session may have ended too early.
+        #: Silence limits by peer. They outlive sessions, since a session may have ended too early.
         self._silence_limits: dict[str, SilenceLimit] = {}
         #: See :class:`TimePassedEvent`.
         self._read_lag = 0.0
-        #: Whether a peer may have to be told about a member.
+        #: Whether a peer may need information about a member.
         self._members_changed = False
 
     def name_of(self, peer: str) -> str:
-        """The display name of a peer."""
+        """Return the display name of a peer."""
         member = self.members.get(peer)
         return member.name if member is not None else peer
 
@@ -128,7 +128,7 @@ class Registry:
     def record_report(
         self, peer: str, report: PeerReport, fresh: bool, now: float
     ) -> list[ControllerAction]:
-        """Record a member's report; welcomes it if its session begins."""
+        """Record a member's report; welcome it if its session begins."""
         decisions: list[ControllerAction] = []
         limit = self._silence_limits.setdefault(peer, SilenceLimit(PEER_TIMEOUT))
         session = self.sessions.get(peer)
@@ -163,11 +163,11 @@ class Registry:
         self._read_lag = min(read_lag, MAX_READ_LAG)
 
     def silence_of(self, session: PeerSession, now: float) -> float:
-        """How long a peer has been silent, in seconds, apart from unread messages."""
+        """Return the seconds for which a peer has been silent, apart from unread messages."""
         return now - self._read_lag - session.last_seen
 
     def find_silent(self, now: float) -> list[str]:
-        """Peers whose session has timed out."""
+        """Return the peers whose session has timed out."""
         return [
             peer
             for peer, session in self.sessions.items()
@@ -175,7 +175,7 @@ class Registry:
         ]
 
     def mark_disconnected(self, peer: str, now: float) -> None:
-        """The peer's control connection was lost."""
+        """Record that the peer's control connection was lost."""
         session = self.sessions.get(peer)
         if session is not None and session.disconnected_at is None:
             session.disconnected_at = now
@@ -183,7 +183,7 @@ class Registry:
     def find_disconnected(
         self, now: float, doubted: Callable[[str, PeerSession], bool]
     ) -> list[str]:
-        """Peers that did not reconnect in time; ``doubted`` ones at once."""
+        """Return the peers that did not reconnect in time; ``doubted`` peers have no time."""
         return [
             peer
             for peer, session in self.sessions.items()
@@ -192,14 +192,16 @@ class Registry:
         ]
 
     def primary_peer(self, peer: str) -> str:
-        """The primary peer of the PC: another one if ``peer`` is a further device of it."""
+        """Return the primary peer of the PC; ``peer`` may be a further device of it."""
         member = self.members.get(peer)
         info = member.announced if member is not None else None
         pc = info.primary_peer if info is not None else ""
         return pc if pc in self.members else peer
 
     def find_co_located(self, peers: Collection[str], now: float) -> list[str]:
-        """Other devices of the same PCs that are lost with ``peers``: disconnected or silent."""
+        """Return other devices of the same PCs that are lost with ``peers``: disconnected or silent
+        ones.
+        """
         pcs = {self.primary_peer(peer) for peer in peers}
         return [
             peer
@@ -221,7 +223,7 @@ class Registry:
         return [SendMessageAction(peer, message) for peer in self.sessions]
 
     def publish_members(self) -> list[ControllerAction]:
-        """Tell each live peer what it does not know yet about the others."""
+        """Send each live peer what it does not know yet about the others."""
         if not self._members_changed:
             return []
         self._members_changed = False
@@ -258,12 +260,12 @@ class Registry:
         return self.broadcast_message(RouteRemoved(pipeline=pipeline))
 
     def end_stale_routes(self, peer: str, known: Collection[str]) -> list[ControllerAction]:
-        """Tell a peer of pipelines not in ``known`` that ended while it had no session."""
+        """Tell a peer about pipelines not in ``known`` that ended while it had no session."""
         stale = self.sessions[peer].find_stale(known)
         return [SendMessageAction(peer, RouteRemoved(pipeline=pipeline)) for pipeline in stale]
 
     def find_holders(self, model: str) -> tuple[str, ...]:
-        """Live peers that serve every file of a model, in joining order."""
+        """Return the live peers that serve every file of a model, in joining order."""
         return tuple(
             peer
             for peer in self.members
@@ -272,7 +274,9 @@ class Registry:
 
 
 def _peer_info(member: MemberRecord) -> PeerInfo:
-    """What other peers are told about a member; without addresses if it has never reported."""
+    """Return the information for other peers about a member; without addresses if it never
+    reported.
+    """
     return member.announced or PeerInfo(
         peer=member.peer,
         name=member.name,

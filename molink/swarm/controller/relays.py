@@ -1,4 +1,4 @@
-"""Chooses the peer that relays between two peers of which one cannot connect to the other.
+"""Chooses the relay between two peers if one of them cannot connect to the other.
 
 If the target can connect to the source, the source is its own relay: bytes travel over the
 connection that the target has opened. Otherwise it is the member that both have reached with the
@@ -13,14 +13,14 @@ from dataclasses import dataclass, field
 from molink.swarm.controller.events import ConnectionTriedEvent, SendMessageAction
 from molink.wire.messages.relay import MAX_OF_PEER, CloseRelay, OpenRelay, RelayedRoute, RelayOpened
 
-#: Relays at once in the swarm.
+#: Maximum simultaneous relays in the swarm.
 MAX_RELAYS = 64
-#: Failed probes of a relay before another one is chosen.
+#: Failed probes of a relay after which another one is chosen.
 MAX_FAILURES = 2
-#: How long a relay may take to say that it has opened.
+#: Seconds that a relay may take to report that it has opened.
 OPEN_TIMEOUT = 10.0
-#: How long a relay that has failed is not chosen again for the same pair; doubles with each failure
-#: up to the maximum. Its record is clean once the maximum has passed after that.
+#: Seconds for which a failed relay is not chosen again for the same pair; doubles with each failure
+#: up to the maximum. Its record is clean again when the maximum has passed after that.
 FIRST_EXCLUSION, MAX_EXCLUSION = 30.0, 3600.0
 
 Pair = tuple[str, str]
@@ -61,7 +61,7 @@ class RouteTriedEvent:
 
 @dataclass(frozen=True, slots=True)
 class LivePeersChangedEvent:
-    """The peers that are live now; all others are gone. Comes several times a second."""
+    """The peers that are live now; all others have left. Sent several times a second."""
 
     peers: Collection[str]
 
@@ -97,13 +97,13 @@ class _Peer:
     addresses: tuple[str, ...] = ()
     can_relay: bool = False
     rendezvous: str = ""
-    #: One-way latency to each peer it has connected to; and peers it could not reach.
+    #: One-way latency to each peer that it has connected to, and peers that it could not reach.
     latencies: dict[str, float] = field(default_factory=dict)
     unreachable: set[str] = field(default_factory=set)
 
 
 class RelayPlanner:
-    """All relays of a swarm."""
+    """Plans all relays of a swarm."""
 
     def __init__(self, make_secret: Callable[[], bytes]) -> None:
         """``make_secret()`` returns 70 random bytes."""
@@ -116,8 +116,9 @@ class RelayPlanner:
         self._now = 0.0
 
     def handle(self, event: RelayEvent, now: float) -> list[RelayAction]:
-        """Process an event. A :class:`ConnectionTriedEvent` in the answer tells the reconciler that
-        a relayed route has failed."""
+        """Process an event. A :class:`ConnectionTriedEvent` in the result tells the reconciler that
+        a relayed route has failed.
+        """
         self._now = now
         out: list[RelayAction] = []
         match event:
@@ -125,7 +126,7 @@ class RelayPlanner:
                 known = self._peers.setdefault(peer, _Peer())
                 before = known.addresses, known.can_relay, known.rendezvous
                 if before == (addresses, relays, place):
-                    return []  # as most reports
+                    return []  # like most reports
                 known.addresses, known.can_relay, known.rendezvous = addresses, relays, place
             case LivePeersChangedEvent(peers):
                 gone = self._peers.keys() - set(peers)
@@ -173,7 +174,7 @@ class RelayPlanner:
             other.unreachable.discard(peer)
 
     def _find_silent(self) -> list[Pair]:
-        """Pairs whose relay was asked for too long ago."""
+        """Return the pairs whose relay was requested too long ago."""
         latest = self._now - OPEN_TIMEOUT
         return [
             pair
@@ -182,7 +183,9 @@ class RelayPlanner:
         ]
 
     def _end_exclusions(self) -> bool:
-        """Whether a relay may be chosen again; long past failures are forgotten."""
+        """End exclusions that are over, and drop old failures; return whether a relay may be chosen
+        again.
+        """
         ended = [key for key, one in self._exclusions.items() if one.until <= self._now]
         has_news = not all(self._exclusions[key].is_over for key in ended)
         for key in ended:
@@ -290,7 +293,7 @@ class RelayPlanner:
             return []
         through = min(fit, key=lambda one: self._rank_relay(pair, one))
         secret = self._make_secret()
-        # By chance, too: what an earlier coordinator has opened may still be there.
+        # The id is random, since relays that an earlier coordinator opened may still exist.
         id = int.from_bytes(secret[:6], "big")
         relay = self._relays[pair] = _Relay(id, through, secret[6:38], secret[38:], self._now)
         if through not in self._peers:  # a rendezvous waits for no order

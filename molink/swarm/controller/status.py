@@ -37,9 +37,9 @@ from molink.wire.messages.peer_reports import PeerReport, TransferState, WorkerS
 
 #: Maximum payload of the reply, in bytes.
 MAX_BYTES = 192 * 1024
-#: Transitions shown: a screenful.
+#: Maximum transitions shown, a screenful.
 _MAX_TRANSITIONS = 20
-#: Unreachable pairs shown.
+#: Maximum unreachable pairs shown.
 _MAX_PAIRS = 64
 
 
@@ -51,15 +51,15 @@ def build_status(
     banned: Collection[str] = (),
     refused: Mapping[str, PeerVersion] = types.MappingProxyType({}),
 ) -> SwarmStatus:
-    """The status of swarm ``swarm`` whose coordinator ``pid`` listens at ``addresses``.
+    """Build the status of swarm ``swarm``, whose coordinator ``pid`` listens at ``addresses``.
 
-    ``banned`` members misbehaved; ``refused`` ones speak another protocol version.
+    ``banned`` members misbehaved; ``refused`` members speak another protocol version.
     """
     registry = fleet.registry
     served = [one for one in fleet.models if not one.stopped]
     first = served[0] if served else None
     joined = {peer: at for at, peer in enumerate(registry.members)}
-    # A PC's further devices follow it.
+    # A PC is followed by its further devices.
     order = sorted(registry.members, key=lambda peer: joined[registry.primary_peer(peer)])
     peers = []
     for peer in order:
@@ -90,9 +90,9 @@ def build_status(
 
 
 def encode_status(status: SwarmStatus) -> bytes:
-    """Encode as UTF-8 of at most :data:`MAX_BYTES`; the rest is dropped and marked ``truncated``.
+    """Encode as UTF-8 of at most :data:`MAX_BYTES`; drop the rest and mark it ``truncated``.
 
-    Stage loads go first: clients look up peers here by name.
+    Stage loads are dropped first, since clients look up peers by name.
     """
     text = msgspec.json.encode(status)
     if len(text) > MAX_BYTES:
@@ -131,7 +131,7 @@ def _model_status(fleet: Fleet, desired: DesiredModel) -> ModelStatus:
 
 
 def _files_warning(fleet: Fleet, desired: DesiredModel) -> str:
-    """Warns if one PC's loss would lose model files; empty otherwise."""
+    """Warn if the loss of one PC would lose model files; empty otherwise."""
     registry, facts, only_model = fleet.registry, desired.facts, len(fleet.models) == 1
     if len({registry.primary_peer(peer) for peer in registry.sessions}) < 2:
         return ""
@@ -166,7 +166,7 @@ def _member_status(fleet: Fleet, member: MemberRecord) -> PeerStatus:
 
 
 def peer_status(peer: str, report: PeerReport, reason: str = "") -> PeerStatus:
-    """A live peer as it reports itself; ``reason`` tells why it has no stage."""
+    """Describe a live peer from its own report; ``reason`` says why it has no stage."""
     return PeerStatus(
         id=peer,
         name=report.name,
@@ -225,7 +225,7 @@ def _eta_s(left: int, rate: float) -> float | None:
 
 
 def _stage_usage(report: PeerReport, worker: WorkerState) -> StageUsage | None:
-    """Load of a stage and its link; ``None`` if not reported."""
+    """Return the load of a stage and its link; ``None`` if not reported."""
     loads = () if report.load is None else report.load.stages
     for load in loads:
         if (load.pipeline, load.stage) == (worker.pipeline, worker.stage):
@@ -242,7 +242,7 @@ def _stage_usage(report: PeerReport, worker: WorkerState) -> StageUsage | None:
 
 
 def scheduler_status(report: PeerReport, pipeline: str) -> SchedulerStatus | None:
-    """A peer's report on the scheduler of ``pipeline``; ``None`` if there is none."""
+    """Return a peer's report about the scheduler of ``pipeline``; ``None`` if there is none."""
     loads = () if report.load is None else report.load.schedulers
     load = next((one for one in loads if one.pipeline == pipeline), None)
     if load is None:
@@ -298,7 +298,7 @@ def _pipeline_status(reconciler: Reconciler) -> PipelineStatus:
     return structs.replace(
         status,
         state=formation.state,
-        # By default the scheduler uses at least as many as stages.
+        # By default the scheduler uses at least as many as there are stages.
         micro_batches=record.micro_batches or len(record.stages),
         blocks=record.blocks,
         stages=_stage_statuses(reconciler, formation),

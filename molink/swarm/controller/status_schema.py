@@ -1,4 +1,4 @@
-"""Schema of ``molink status --json``: what the coordinator builds, and every client decodes.
+"""Schema of ``molink status --json``, which the coordinator builds and every client decodes.
 
 Missing fields (an older daemon, a swarm without a model) have defaults; unknown ones are ignored.
 """
@@ -12,7 +12,7 @@ from molink.errors import WireError
 from molink.facts.device import Device
 from molink.facts.scalars import Count
 
-#: Bounds any figure, so that arithmetic on it cannot fail.
+#: Bound of any figure, so that arithmetic on it cannot fail.
 Amount = Annotated[float, msgspec.Meta(ge=0, le=1e16)]
 LayerRange = tuple[Count, Count]
 
@@ -25,14 +25,14 @@ class ByteProgress(msgspec.Struct, frozen=True):
 
 
 class LoadProgress(ByteProgress, frozen=True):
-    """Progress of loading into memory; bytes/s, and the seconds left if known."""
+    """Progress of loading into memory: bytes/s, and the remaining seconds if known."""
 
     rate: Amount = 0.0
     eta_s: Amount | None = None
 
 
 class TransferStatus(msgspec.Struct, frozen=True, rename={"source": "from"}):
-    """Files being fetched, in bytes and bytes/s. ``copy``: a replica that nothing waits for."""
+    """Files being fetched, in bytes and bytes/s; ``copy`` is a replica that nothing waits for."""
 
     model: str = ""
     bytes: Count = 0
@@ -60,7 +60,7 @@ class LinkStatus(msgspec.Struct, frozen=True):
 
 
 class StageUsage(msgspec.Struct, frozen=True):
-    """Load of a stage: shares in percent, sizes in bytes; ``kv`` is reserved, used or not."""
+    """Load of a stage: shares in percent, sizes in bytes; ``kv`` is the reserved size."""
 
     busy: Count = 0
     bubbles: Count = 0
@@ -84,7 +84,7 @@ class WorkerStatus(msgspec.Struct, frozen=True):
 
     @property
     def activity(self) -> str:
-        """What it does instead of serving, with progress; empty if nothing."""
+        """The stage's activity other than serving, with progress; empty if none."""
         if self.state in ("", "ready"):
             return ""
         done = self.loading or self.fetching
@@ -104,10 +104,10 @@ class PeerStatus(msgspec.Struct, frozen=True):
     version: str = ""
     device: str = ""
     memory: Count = 0
-    #: What placement knows of its device.
+    #: Properties of its device that placement uses.
     capacity: Device | None = None
     daemon_pid: int = 0
-    #: Layers that it offers to hold (``none``: only an endpoint), and why it does not for now.
+    #: Layers that it offers to hold (``none``: only an endpoint), and why it holds none for now.
     stage: str = ""
     paused: str = ""
     reason: str = ""
@@ -154,7 +154,7 @@ class SchedulerStatus(msgspec.Struct, frozen=True):
     blocks: Count = 0
     used: Count = 0
     micro_batches: Count = 0
-    #: Requests swapped out to host memory, and its size and use in blocks.
+    #: Requests swapped out to host memory, and the host memory's size and use in blocks.
     swapped: Count = 0
     host_blocks: Count = 0
     host_used: Count = 0
@@ -168,7 +168,7 @@ class SchedulerStatus(msgspec.Struct, frozen=True):
 
     @property
     def tokens_per_s(self) -> float:
-        """Sum over its reported requests."""
+        """Sum over the reported requests."""
         return sum(one.tokens_per_s for one in self.requests if one.state == "decode")
 
 
@@ -216,7 +216,7 @@ class RevokedPeerStatus(msgspec.Struct, frozen=True):
 
 
 class CoordinatorStatus(msgspec.Struct, frozen=True):
-    """Whether the coordinator answered, and where it listens (``192.168.1.7:5466``)."""
+    """Whether the coordinator answered, and its address (``192.168.1.7:5466``)."""
 
     state: str = ""
     addresses: tuple[str, ...] = ()
@@ -241,10 +241,10 @@ class ModelStatus(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class RingEstimate:
-    """A ring as placement predicts it with one more PC like ``device``; with none if empty.
+    """A ring as predicted by placement, with one more PC like ``device`` (empty: the current ring).
 
-    ``round_trip_s`` is the time per token of a micro-batch that waits for nothing. ``tokens_per_s``
-    is the total over all streams: one for ``latency``, as many as the ring takes for
+    ``round_trip_s`` is the time per token of a micro-batch without waiting. ``tokens_per_s`` is the
+    total over all streams: a single one for ``latency``, as many as the ring supports for
     ``throughput``.
     """
 
@@ -255,7 +255,7 @@ class RingEstimate:
 
 
 class ScaleOutStatus(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A pipeline's ring ``now``, with one PC ``more`` of each kind, and its TTFT.
+    """A pipeline's ring ``now``, its rings with one ``more`` PC of each kind, and its TTFT.
 
     ``first_token_s`` is the predicted time to the first token of a prompt of ``prompt`` tokens.
     """
@@ -282,9 +282,9 @@ class SwarmStatus(msgspec.Struct, frozen=True):
     pipelines: tuple[PipelineStatus, ...] = ()
     files: str = ""
     trouble: str = ""
-    #: Pairs of peers of which the first cannot connect to the second.
+    #: Pairs of peers; the first of each cannot connect to the second.
     unreachable: tuple[tuple[str, str], ...] = ()
-    #: The coordinator's last transitions, and what they mean to people; each begins with its time.
+    #: The coordinator's last transitions, and events for people; each begins with its time.
     story: tuple[str, ...] = ()
     events: tuple[str, ...] = ()
     clock: Amount | None = None
@@ -296,21 +296,21 @@ class SwarmStatus(msgspec.Struct, frozen=True):
     #: Relays (``from``, ``to``, ``through``), and the control socket's counters.
     relays: tuple[dict[str, Any], ...] = ()
     counters: dict[str, int] = {}
-    #: By pipeline; omitted unless requested.
+    #: Estimates by pipeline; omitted unless requested.
     scale_out: dict[str, ScaleOutStatus] | msgspec.UnsetType = msgspec.UNSET
     #: Whether loads or peers were dropped to bound the size.
     truncated: bool = False
 
     @property
     def is_ready(self) -> bool:
-        """Whether there is a pipeline, and each served model has a ready one."""
+        """Whether there is a pipeline, and each model to serve has a ready one."""
         ready: dict[str, bool] = {}
         for one in self.pipelines:
             ready[one.model] = ready.get(one.model, False) or one.ready
         return bool(ready) and all(ready.values())
 
     def kv_usage(self, pipeline: PipelineStatus) -> tuple[int, int]:
-        """Bytes of KV in use, and reserved, on all stages of a pipeline."""
+        """Return the bytes of KV in use, and reserved, on all stages of a pipeline."""
         loads = (
             worker.load
             for peer in self.peers
@@ -333,12 +333,12 @@ def split_event(line: str, clock: float | None) -> tuple[float | None, str]:
 
 
 def format_percent(done: int, total: int) -> str:
-    """Progress as a percentage."""
+    """Format progress as a percentage."""
     return f"{min(100, 100 * done // total)} %" if total > 0 else "0 %"
 
 
 def short_device_name(text: str) -> str:
-    """A device's name without common prefixes."""
+    """Return a device's name without common prefixes."""
     return text.replace("NVIDIA ", "").replace("GeForce ", "")
 
 

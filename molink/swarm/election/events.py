@@ -29,10 +29,10 @@ class ConnectionLostEvent:
 
 @dataclass(frozen=True, slots=True)
 class MembershipChangedEvent:
-    """All members in the order in which they become leader, and the version of the replica held
-    here.
+    """All members in the order in which they become leader, and the version of this peer's replica.
 
-    ``branches`` maps members to their branch, which has one vote; others are their own branch.
+    ``branches`` maps members to their branch, which has one vote; other members are their own
+    branch.
     """
 
     order: tuple[str, ...]
@@ -42,7 +42,7 @@ class MembershipChangedEvent:
 
 @dataclass(frozen=True, slots=True)
 class PeerAnsweredEvent:
-    """A peer stated whom it follows, in an answer or along with a query of its own."""
+    """A peer stated which leader it follows, in an answer or in a query of its own."""
 
     peer: str
     view: LeaderView
@@ -97,7 +97,7 @@ ElectionEvent = (
 
 @dataclass(frozen=True, slots=True)
 class QueryLeaderAction:
-    """Ask a peer whom it follows; it answers or times out."""
+    """Ask a peer which leader it follows; it answers or times out."""
 
     peer: str
 
@@ -114,7 +114,7 @@ class FollowLeaderAction:
 
 @dataclass(frozen=True, slots=True)
 class StartCoordinatorAction:
-    """Start the coordinator here in this term, or restart it.
+    """Start the coordinator on this PC in this term, or restart it.
 
     ``lost_leader`` is the unreachable previous leader, if there is one.
     """
@@ -125,19 +125,19 @@ class StartCoordinatorAction:
 
 @dataclass(frozen=True, slots=True)
 class RaiseTermAction:
-    """Continue with the coordinator here in this term; connections stay."""
+    """Continue in this term with the coordinator on this PC; connections are kept."""
 
     term: int
 
 
 @dataclass(frozen=True, slots=True)
 class StepDownAction:
-    """Stop the coordinator here: another peer leads."""
+    """Stop the coordinator on this PC, since another peer leads."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReportMisbehaviourAction:
-    """A peer goes on naming terms beyond what its branch may cause."""
+    """A peer keeps naming terms beyond its branch's budget."""
 
     peer: str
     reason: str

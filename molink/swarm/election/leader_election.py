@@ -1,19 +1,19 @@
-"""Leader election: which peer's coordinator to follow, and when to run one here.
+"""Leader election: decides which peer's coordinator to follow, and when to run one.
 
-Every peer holds a replica of the coordinator's state and runs one election. A *term* numbers the
-reign of one leader, as in raft: terms only rise, and no two leaders share one, since the low bits
-are the leader's own. The high bits of an epoch are the term in which it was made, so messages of a
-deposed leader are recognisably old.
+Every peer holds a replica of the coordinator's state and runs one election. As in raft, a *term*
+belongs to one leader: terms only rise, and no two leaders share one, since the low bits identify
+the leader. The high bits of an epoch are the term in which it was created, so messages of a deposed
+leader are recognisably old.
 
-A swarm of two PCs has no majority, so this is not raft. Guaranteed instead: of peers that reach
+A swarm of two PCs has no majority, so this is not raft. The guarantees are: among peers that reach
 each other one leads and the others follow; each part of a partitioned swarm has a leader; when
 parts meet, the leader with more followers continues under a higher term, and the other steps down.
 
 A member may lie. So followers count by branch, without the branch of the leader itself; hearing a
-leader counts only with its lease; words raise the term within a budget; and what a peer says only
-delays an election, by :data:`ELECTION_BOUND` at most.
+leader counts only with its lease; a peer's claims raise the term only within a budget; and they can
+only delay an election, by at most :data:`ELECTION_BOUND`.
 
-Sans-IO: events and ``now`` (monotonic seconds) in, actions out.
+Sans-IO: it takes events and ``now`` (monotonic seconds), and returns actions.
 """
 
 import math
@@ -49,46 +49,50 @@ from molink.wire.messages.election import LeaderView, Lease
 
 # All times are in seconds.
 
-#: A coordinator that has been silent for longer is lost; often for less (:class:`SilenceLimit`).
+#: Maximum silence of a coordinator before it counts as lost; usually the limit is shorter
+#: (:class:`SilenceLimit`).
 LEADER_TIMEOUT = TIMEOUTS.leader
-#: A follower queries a leader this long before its silence is too long, so that its PC's answer is
-#: overdue then: a query waits 1 s for it.
+#: A follower queries a leader's PC this long before the silence limit, so that the answer, for
+#: which a query waits 1 s, is overdue at the limit.
 DOUBT_LEAD = 0.75
-#: The same until a daemon has heard any coordinator, for the one that it started itself: first it
+#: The silence limit for a daemon's own coordinator until it has heard any: before that, the daemon
 #: measures its device and reads its model's files.
 STARTUP_TIMEOUT = 120.0
-#: Between two query rounds without a leader.
+#: Interval between two query rounds without a leader.
 QUERY_INTERVAL = 0.5
-#: Between two probes of a leader for other parts of its swarm, and the peers that each one queries.
+#: Interval between two probes of a leader for other parts of its swarm, and peers queried per
+#: probe.
 PROBE_INTERVAL = 2.0
 PROBE_FANOUT = 4
-#: A peer of more than ``PROBE_FANOUT`` others first queries one of them besides the last leader,
-#: after this time, then twice as long each time, until the leader has had its time to start.
+#: With more than ``PROBE_FANOUT`` other peers, a peer first queries only one of them besides the
+#: last leader, after this time, which then doubles each time, until the leader has had time to
+#: start.
 FIRST_FANOUT = 1
 FIRST_BACKOFF = 1.0
-#: Longest delay before a peer far down the order queries everyone.
+#: Maximum delay before a peer far down the order queries everyone.
 MAX_RANK_DELAY = 3.0
-#: For the next peer in line to start leading, with all others of its branch; and for words without
-#: a proof that somebody leads.
+#: Time for the next peer in line, with all others of its branch, to start leading; also the time
+#: for which unproven claims that somebody leads count.
 CLAIM_TIMEOUT = 4.0
-#: After its own start a peer gives the last leader this time to start too.
+#: Time after its own start that a peer gives the last leader to start, too.
 RESTART_GRACE = 10.0
-#: The same in a running swarm, for a coordinator without a daemon, which cannot be queried.
+#: The same in a running swarm, for a coordinator without a daemon, which can't be queried.
 STANDALONE_GRACE = 10.0
-#: After the leader was lost, or last proved to live, one lying branch delays an election by this at
-#: most: it is next in line, then claims to lead and is silent; the rest is for query rounds.
+#: Maximum time by which one lying branch delays an election after the leader was lost, or last
+#: proved alive: the branch is next in line, then claims to lead and is silent; the rest is for
+#: query rounds.
 ELECTION_BOUND = CLAIM_TIMEOUT + LEADER_TIMEOUT + 3.0
-#: Longest time for which a branch that fails to lead is skipped; it doubles from RESTART_GRACE.
+#: Maximum time for which a branch that fails to lead is skipped; it doubles from RESTART_GRACE.
 MAX_UNFIT_TIME = 640.0
-#: Shortest time between two raises of a leader's term.
+#: Minimum time between two raises of a leader's term.
 RAISE_INTERVAL = 1.0
-#: A gap between timer events that means this process (or PC) was suspended.
+#: Gap between timer events which means that this process (or PC) was suspended.
 SUSPEND_THRESHOLD = 2.0
-#: After a suspension answers are awaited for this long before this peer leads: expired timeouts say
-#: nothing about the others, whose messages may wait in its sockets.
+#: After a suspension, time to wait for answers before this peer leads: expired timeouts say nothing
+#: about the others, whose messages may be waiting in its sockets.
 RESUME_GRACE = 1.0
 
-#: Version of a missing replica. A peer without a replica leads only a swarm that it founds.
+#: Version of a missing replica. A peer without a replica may lead only a swarm that it founds.
 NO_REPLICA = (0, 0)
 
 #: ``candidate``: without a leader. ``starting``: its coordinator is about to run.
@@ -111,7 +115,7 @@ class LeaderElection:
     ) -> None:
         """Start as a candidate; ``term`` and ``leader`` are the last ones known.
 
-        ``rest``: seconds since this PC last heard of its swarm.
+        ``rest`` is the number of seconds since this PC last heard of its swarm.
         """
         self._own_id = own_id
         self._order = membership.order
@@ -120,12 +124,12 @@ class LeaderElection:
         self._replica = membership.replica
         self.term = term
         self._budget = TermBudget(now, rest)
-        #: The present or last leader; empty for a coordinator without a daemon.
+        #: The current or last leader; empty for a coordinator without a daemon.
         self.leader = leader
         #: The last leader whose coordinator this peer has heard.
         self._heard_leader = leader
         self._leases = LeaseChecker()
-        #: How long the leader may be silent.
+        #: Maximum silence of the leader.
         self._silence = SilenceLimit(LEADER_TIMEOUT)
         #: Whether the last leader did not answer the last query.
         self._is_leader_mute = False
@@ -133,38 +137,40 @@ class LeaderElection:
         self._proofs: dict[str, Lease] = {}
         self.role: Role = "candidate"
         self._heard_at = self._timer_at = now
-        #: When a coordinator was last heard; following one doesn't count.
+        #: When a coordinator was last heard; the decision to follow one doesn't count.
         self._beat_at = now
-        #: When the next query or round is due, and the pause before the round after it.
+        #: When the next query or round is due, and the pause before the following round.
         self._query_at = now
         self._query_backoff = FIRST_BACKOFF
-        #: Until then nobody replaces an unreachable leader.
+        #: Time until which nobody replaces an unreachable leader.
         self._wait_until = now if leader == own_id else now + RESTART_GRACE + self._rank_delay
-        #: The same after a suspension.
+        #: The same time, after a suspension.
         self._resumed_at = now
         self._answers: dict[str, LeaderView] = {}
         self._unanswered: set[str] = set()
-        #: A leader of a higher term; a query round counts its followers.
+        #: A leader of a higher term, whose followers a query round counts.
         self._rival = ""
-        #: The members when each peer was last in this part, and when this peer began to lead.
+        #: The members at the time when each peer was last in this part, and when this peer began to
+        #: lead.
         self._met: dict[str, tuple[str, ...]] = {}
         self._first_order = membership.order
-        #: Since when there is neither a leader nor a proof that it lives.
+        #: Time since which there is neither a leader nor a proof that it lives.
         self._leaderless_since = now
-        #: The peer next in line to lead, and since when its branch has been next.
+        #: The peer next in line to lead, and the time since which its branch has been next.
         self._successor = ""
         self._next_since: dict[str, float] = {}
-        #: Branches (and this peer) that failed to lead: until when they are skipped, how often.
+        #: Branches (and this peer) that failed to lead: the time until which they are skipped, and
+        #: how often.
         self._unfit_until: dict[str, float] = {} if can_lead else {own_id: math.inf}
         self._failures: dict[str, int] = {}
-        #: When leaders that others named were queried.
+        #: Times at which leaders named by others were queried.
         self._named_at: dict[str, float] = {}
         self._raised_at = now - RAISE_INTERVAL
         self._led_since = now
         self._probe_index = 0
-        #: Whether this round queries everyone; only then may this peer lead.
+        #: Whether this round queries everyone; otherwise this peer may not lead.
         self._asked_all = False
-        #: The term in which this peer is about to lead, and since when.
+        #: The term in which this peer is about to lead, and the time since which it is.
         self._pending_term = (term, now)
         self._own_coordinator: CoordinatorStartedEvent | None = None
         self._has_heard_leader = False
@@ -172,7 +178,7 @@ class LeaderElection:
         self._actions: list[ElectionAction] = []
 
     def build_view(self, now: float) -> LeaderView:
-        """The answer to a query: whom this peer follows."""
+        """Build the answer to a query: the leader that this peer follows."""
         own = self._own_coordinator if self.role == "leader" else None
         hears_leader = self._has_leader(now)
         is_heard = hears_leader and self.role == "follower" and self._leases.leader == self.leader
@@ -189,7 +195,7 @@ class LeaderElection:
         )
 
     def obeys(self, term: int, leader: str) -> bool:
-        """Whether to follow a coordinator, after its heartbeat was handled."""
+        """Whether to follow a coordinator whose heartbeat was handled."""
         if self.role in ("follower", "candidate"):
             return self.role == "follower" and (term, leader) == (self.term, self.leader)
         # A peer that is about to lead may still be connected to the last leader.
@@ -212,7 +218,7 @@ class LeaderElection:
 
     @property
     def _rank_delay(self) -> float:
-        """Delay before querying everyone; the first few in the order don't wait.
+        """Return the delay before querying everyone; the first few in the order don't wait.
 
         They are the likely leaders, and a new leader announces itself.
         """
@@ -223,7 +229,7 @@ class LeaderElection:
     # --- events --------------------------------------------------------------------------------
 
     def handle(self, event: ElectionEvent, now: float) -> list[ElectionAction]:
-        """Handle an event; returns the actions that follow, in order."""
+        """Handle an event; return the resulting actions, in order."""
         if self.role == "stopped":
             return []
         match event:
@@ -321,7 +327,9 @@ class LeaderElection:
         return self._branches.get(peer, peer)
 
     def _admits_term(self, peer: str, term: int, now: float, share: float = 1.0) -> bool:
-        """Whether a peer's words may raise the term that far; reports one that goes on."""
+        """Whether a peer's claim may raise the term that far; reports a peer that keeps exceeding
+        it.
+        """
         branch = self._branch_of(peer)
         if self._budget.allows_term(branch, term, self.term, now, share):
             return True
@@ -361,11 +369,11 @@ class LeaderElection:
         pause = now - self._timer_at
         self._timer_at = now
         if pause > MAX_STEP:
-            # What the leader sent meanwhile may be unread.
+            # Messages that the leader sent meanwhile may be unread.
             self._heard_at = min(self._heard_at + pause, now)
         silence = now - self._heard_at
         if pause > SUSPEND_THRESHOLD:
-            # No message could arrive meanwhile, and another peer may lead by now.
+            # No message could arrive meanwhile, and another peer may already lead.
             self._heard_at = self._beat_at = now
             self._resumed_at = now + RESUME_GRACE
             self._restart_clocks(now)
@@ -410,16 +418,16 @@ class LeaderElection:
         self._start_query_round(now, partial=True)
 
     def _restart_clocks(self, now: float) -> None:
-        """Words of others may delay the election for a while from now."""
+        """Let other peers' claims delay the election for a while, from now on."""
         self._leaderless_since, self._successor = now, ""
         self._next_since.clear()
 
     def _start_query_round(self, now: float, *, partial: bool = False) -> None:
-        """Query everyone, or first a few.
+        """Query everyone, or first only a few.
 
-        When a swarm starts, or its leader is slow, all peers are candidates; queries of each to
-        each would keep a large swarm busy with nothing else. Proofs count until their peers answer
-        again: a liar may answer first.
+        When a swarm starts, or its leader is slow, all peers are candidates; if each queried all
+        others, a large swarm would do nothing else. Proofs count until their peers answer again,
+        since a liar may answer first.
         """
         self._answers.clear()
         if partial and len(self._other_peers) > PROBE_FANOUT:
@@ -437,16 +445,16 @@ class LeaderElection:
 
     def _query_peers(self, peers: Iterable[str], now: float) -> None:
         self._query_at = now + QUERY_INTERVAL
-        # The last leader first: if it answers, nobody else is needed.
+        # The last leader comes first: if it answers, nobody else is needed.
         last = [self.leader] if self.leader in self._other_peers else []
         self._unanswered = {*last, *peers}
         is_regular = self._silence.seconds < LEADER_TIMEOUT
         if self._is_leader_mute and is_regular and len(self._unanswered) > 1:
-            self._unanswered.discard(self.leader)  # it is asked again, but not awaited
+            self._unanswered.discard(self.leader)  # it is queried again, but not awaited
         self._actions += [QueryLeaderAction(peer) for peer in dict.fromkeys((*last, *peers))]
 
     def _next_probe_targets(self, count: int) -> list[str]:
-        """The next ``count`` other peers, round robin."""
+        """Return the next ``count`` other peers, round robin."""
         others, targets = self._other_peers, []
         for _ in range(min(count, len(others))):
             self._probe_index = (self._probe_index + 1) % len(others)
@@ -473,7 +481,7 @@ class LeaderElection:
             self._proofs[peer] = view.lease
 
     def _evaluate_answers(self, now: float) -> None:
-        """Act on the answers, if enough have arrived."""
+        """Act on the answers if enough have arrived."""
         if self.role == "leader" and self._rival and not self._unanswered:
             self._resolve_rival(now)
         if self.role != "candidate":
@@ -493,7 +501,7 @@ class LeaderElection:
                 self._start_query_round(now)
 
     def _choose_claim(self, claims: Mapping[str, LeaderView], now: float) -> str:
-        """The leader to follow among those that claim to lead; empty if there is none."""
+        """Choose the leader to follow among those that claim to lead; empty if there is none."""
         returns = self.leader in claims and self.leader == self._heard_leader
         if returns and not self._is_unfit(self.leader, now):
             return self.leader
@@ -516,7 +524,7 @@ class LeaderElection:
     def _count_votes(
         self, leader: str, now: float, electorate: Collection[str] | None = None
     ) -> int:
-        """Branches other than its own with a peer that follows ``leader``.
+        """Count branches, other than its own, with a peer that follows ``leader``.
 
         Only peers in ``electorate`` count, if there is one.
         """
@@ -549,7 +557,9 @@ class LeaderElection:
         )
 
     def _elect_leader(self, now: float) -> None:
-        """Everyone was queried and no reachable peer leads: lead, or wait for the next in line."""
+        """Lead, or wait for the next in line, since everyone was queried and no reachable peer
+        leads.
+        """
         suspended = now - self._timer_at > SUSPEND_THRESHOLD
         if suspended or now < max(self._wait_until, self._resumed_at):
             return  # the last leader may still start
@@ -559,14 +569,14 @@ class LeaderElection:
         self._successor = successor = self._pick_successor(now)
         since = self._next_since.setdefault(self._branch_of(successor), now)
         if self._is_leader_proven(now) or self._is_leader_named(now):
-            return  # the leader runs, but out of our reach
+            return  # the leader runs, but is out of reach
         if successor == self._own_id:
             self._start_leading(self._choose_term(now), now)
         elif successor and now - since > CLAIM_TIMEOUT:
             self._mark_unfit(successor, now)
 
     def _choose_term(self, now: float) -> int:
-        """The term to lead in: after all that others know, within their budgets."""
+        """Choose a term to lead in: above all terms that others know, within their budgets."""
         known = {
             view.term: peer
             for peer, view in self._answers.items()
@@ -585,7 +595,7 @@ class LeaderElection:
         return any(self._leases.is_fresh(lease, now) for lease in self._proofs.values())
 
     def _is_leader_named(self, now: float) -> bool:
-        """Whether others say that somebody leads, which this peer can't check yet."""
+        """Whether others claim that somebody leads, which this peer can't check yet."""
         if now - self._leaderless_since >= CLAIM_TIMEOUT:
             return False
         return any(
@@ -596,9 +606,9 @@ class LeaderElection:
         )
 
     def _pick_successor(self, now: float) -> str:
-        """The first peer in the order that holds the newest replica; empty if none may lead.
+        """Return the first peer in the order that holds the newest replica; empty if none may lead.
 
-        The last leader comes before all others: when a swarm starts, they wait for it.
+        The last leader comes before all others, which wait for it when a swarm starts.
         """
         held = {
             peer: view.replica
@@ -620,7 +630,7 @@ class LeaderElection:
         return now < self._unfit_until.get(key, now)
 
     def _mark_unfit(self, peer: str, now: float) -> None:
-        """A peer did not lead in time: skip its branch, each time for longer."""
+        """Skip the branch of a peer that did not lead in time, longer each time."""
         branch = self._branch_of(peer)
         failures = self._failures[branch] = self._failures.get(branch, 0) + 1
         seconds = min(RESTART_GRACE * 2.0 ** min(failures - 1, 16), MAX_UNFIT_TIME)
@@ -639,7 +649,7 @@ class LeaderElection:
     # --- leader --------------------------------------------------------------------------------
 
     def _probe_peers(self, now: float) -> None:
-        """Query a few peers in turn: an unreachable one may lead another part by now."""
+        """Query a few peers in turn, since an unreachable peer may lead another part."""
         self._query_at = now + PROBE_INTERVAL
         targets = self._next_probe_targets(PROBE_FANOUT)
         self._actions += [QueryLeaderAction(peer) for peer in targets]
@@ -660,19 +670,21 @@ class LeaderElection:
             self._actions.append(QueryLeaderAction(view.leader))
 
     def _resolve_rival(self, now: float) -> None:
-        """All reachable peers have answered: the leader with more followers continues."""
+        """Decide, after all reachable peers have answered: the leader with more followers
+        continues.
+        """
         rival, self._rival = self._rival, ""
         view = self._answers.get(rival)
         if view is None or not view.is_leader or view.term <= self.term:
             return
-        # Each part may have admitted PCs that the other doesn't know. Both leaders have to count
-        # the same ones, or each finds that it has more.
+        # Each part may have admitted PCs that the other doesn't know. Both leaders must count the
+        # same peers; otherwise each may find that it has more.
         common = self._met.get(rival, self._first_order)
         ours = self._count_votes(self._own_id, now, common)
         theirs = self._count_votes(rival, now, common)
         first = self._order.index(self._own_id) < self._order.index(rival)
         if ours == theirs and now - self._led_since < CLAIM_TIMEOUT:
-            return  # nobody had time to follow; a probe meets the rival again
+            return  # nobody had time to follow; a later probe meets the rival again
         if (ours, first) > (theirs, not first):
             self._raise_term(rival, view.term, now)
             return

@@ -1,9 +1,8 @@
-"""Leases: a coordinator's signed proof that it lives, which others can pass on.
+"""Leases: a coordinator's signed proofs of life, which other peers can pass on.
 
-A coordinator signs a lease with each heartbeat. A peer learns the key from the coordinator that it
-is connected to, and estimates the coordinator's clock. So a candidate can tell whether others hear
-its leader, whatever they say. Each run of a coordinator has its own key, so leases of an earlier
-run are void.
+A coordinator signs a lease with each heartbeat. A peer learns the key from the coordinator to which
+it is connected, and estimates the coordinator's clock. So a candidate can verify whether others
+hear its leader. Each run of a coordinator has its own key, so leases of an earlier run are invalid.
 """
 
 import msgspec
@@ -13,9 +12,9 @@ from molink.util.token_bucket import KeyedTokenBuckets, RateLimit
 from molink.wire.messages.election import Lease
 from molink.wire.signing import Signer, is_signed_by
 
-#: Seconds by which delays of messages may age a lease, in addition to the leader's timeout.
+#: Seconds by which message delays may age a lease, in addition to the leader's timeout.
 LEASE_SLACK = 0.5
-#: Checks of one peer's leases; a check takes about 0.1 ms.
+#: Rate limit of checks of one peer's leases; a check takes about 0.1 ms.
 _CHECK_LIMIT = RateLimit(burst=16, per_second=4.0)
 _PURPOSE = b"lease"
 
@@ -28,35 +27,35 @@ class LeaseIssuer:
     """Signs the leases of one run of a coordinator."""
 
     def __init__(self, leader: str, seed: str, now: float) -> None:
-        """``seed``: drawn for this run. ``now``: monotonic seconds."""
+        """``seed`` is drawn for this run; ``now`` is monotonic seconds."""
         self._leader = leader
         self._signer = Signer(seed)
         self._started_at = now
-        #: Checks its leases.
+        #: The key that verifies the leases.
         self.verify_key = self._signer.verify_key
 
     def issue_lease(self, term: int, now: float) -> Lease:
-        """A lease for ``term``."""
+        """Sign a lease for ``term``."""
         clock = round(1000 * (now - self._started_at))
         signature = self._signer.sign(_PURPOSE, _encode_lease(term, self._leader, clock))
         return Lease(term=term, leader=self._leader, clock=clock, signature=signature)
 
 
 class LeaseChecker:
-    """Knows the last lease of one leader, and checks those that others hold. Times in seconds."""
+    """Keeps the last lease of one leader, and checks leases that others hold. Times are seconds."""
 
     def __init__(self) -> None:
-        #: The leader whose leases can be checked; empty if none.
+        #: The leader whose leases can be checked; empty if there is none.
         self.leader = ""
-        #: Its last lease that it sent to this peer.
+        #: The last lease that this leader sent to this peer.
         self.lease: Lease | None = None
         self._verify_key = ""
-        #: The coordinator's clock at a time of this peer's own clock.
+        #: The coordinator's clock at a time of this peer's clock.
         self._clock, self._clock_at = 0.0, 0.0
         self._checks = KeyedTokenBuckets(_CHECK_LIMIT)
 
     def on_heartbeat(self, leader: str, lease: Lease, verify_key: str, now: float) -> None:
-        """Handle a lease that the leader's coordinator itself has sent."""
+        """Handle a lease sent by the leader's coordinator itself."""
         if verify_key != self._verify_key:
             self._clock, self._clock_at = 0.0, now
         self.leader, self.lease, self._verify_key = leader, lease, verify_key
@@ -79,7 +78,7 @@ class LeaseChecker:
         return now - self.find_time(lease) <= TIMEOUTS.leader + LEASE_SLACK
 
     def find_time(self, lease: Lease) -> float:
-        """When a lease was signed, by this peer's clock."""
+        """Return when a lease was signed, by this peer's clock."""
         return self._clock_at + lease.clock / 1000 - self._clock
 
     def drop_peer(self, peer: str) -> None:
@@ -87,6 +86,6 @@ class LeaseChecker:
         self._checks.drop_key(peer)
 
     def _advance_clock(self, clock: int, now: float) -> None:
-        """A lease's clock is never ahead of the coordinator's."""
+        """Advance the estimated clock: a lease is never ahead of the coordinator's clock."""
         self._clock = max(clock / 1000, self._clock + now - self._clock_at)
         self._clock_at = now

@@ -1,9 +1,10 @@
 """Replicas of the coordinator's state, which let another PC take over.
 
 A *replica* is the whole state in one message; it is small and seldom changes. A change raises the
-revision, a new leader the term. The *lineage* names the last revision of each earlier term. So a
-peer's replica is either part of our history, or contains changes that ours lacks: then another peer
-led a part of the swarm during a partition. Only its membership log is merged.
+revision, a new leader raises the term. The *lineage* lists the last revision of each earlier term.
+So a peer's replica either belongs to the own history, or contains changes that the own replica
+lacks, since another peer led a part of the swarm during a partition. Then only its membership log
+is merged.
 """
 
 from collections.abc import Sequence
@@ -20,11 +21,11 @@ from molink.swarm.membership.sanitize import sanitize_name
 from molink.wire.messages.instructions import PeerInfo
 from molink.wire.messages.membership import MAX_ENTRIES, Entries
 
-#: Bytes of an encoded replica, the limit of a message's payload.
+#: Maximum bytes of an encoded replica, the limit of a message's payload.
 MAX_REPLICA_BYTES = 256 << 10
-#: Earlier terms in the lineage.
+#: Maximum earlier terms in the lineage.
 MAX_LINEAGE = 64
-#: Seconds until a request for a replica, or an unconfirmed replica, is sent again.
+#: Seconds after which a request for a replica, or an unconfirmed replica, is sent again.
 RESEND_TIMEOUT = 5.0
 
 #: A term, and a revision in it.
@@ -42,9 +43,9 @@ class Replica:
     revision: int
     #: Earlier terms, oldest first, with the last revision of each.
     lineage: tuple[Version, ...]
-    #: Who belongs to the swarm. All else is the word of the coordinator that sent it.
+    #: The signed membership. All other fields are claims of the coordinator that sent them.
     log: MembershipLog
-    #: What peers were last told about each other.
+    #: The information last sent to peers about each other.
     announced: tuple[PeerInfo, ...]
     models: tuple[DesiredModel, ...]
     pipelines: tuple[PipelineRecord, ...]
@@ -58,7 +59,7 @@ class Replica:
 
     @property
     def order(self) -> tuple[str, ...]:
-        """Members in the order in which they become leader: that of joining."""
+        """Members in the order in which they become leader, which is the order of joining."""
         return tuple(self.log.branches)
 
     @property
@@ -107,7 +108,7 @@ class _EncodedReplica(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def decode_replica(data: bytes | memoryview, known: MembershipLog | None = None) -> Replica:
-    """Decode a replica and check its membership log. Entries of ``known`` need no check.
+    """Decode a replica and check its membership log. Entries in ``known`` are not checked again.
 
     Raises:
         StateError: it is invalid.
@@ -134,22 +135,22 @@ def includes_version(
 
 
 def next_lineage(lineage: Sequence[Version], term: int, revision: int) -> tuple[Version, ...]:
-    """The lineage after another term starts."""
+    """Return the lineage after another term starts."""
     return (*lineage, (term, revision))[-MAX_LINEAGE:]
 
 
 class ReplicaSync:
-    """Plans the replication to each peer, by the version and the log digest in its reports."""
+    """Plans the replication to each peer, from the version and the log digest in its reports."""
 
     def __init__(self) -> None:
-        #: When peers were asked for their replica, and those whose answer is due.
+        #: Times at which peers were asked for their replica, and peers whose answer is due.
         self._asked_at: dict[str, float] = {}
         self._awaited: set[str] = set()
-        #: Version last sent to each peer, and when.
+        #: Version last sent to each peer, and the time.
         self._sent: dict[str, tuple[Version, float]] = {}
 
     def drop_peer(self, peer: str) -> None:
-        """Start over with a peer that reconnected."""
+        """Start again with a peer that reconnected."""
         self._asked_at.pop(peer, None)
         self._awaited.discard(peer)
         self._sent.pop(peer, None)
@@ -168,7 +169,7 @@ class ReplicaSync:
         lineage: Sequence[Version],
         now: float,
     ) -> Literal["send", "ask"] | None:
-        """What to do for a peer that holds a replica of that version and log digest."""
+        """Plan the action for a peer that holds a replica of a version and log digest."""
         if held == ours:
             return None
         same_version = held[0] == ours[0]  # and other entries

@@ -1,1 +1,1 @@
-"""A client's request as the daemon that received it owns it."""
+"""A client's request, as managed by the daemon that received it."""

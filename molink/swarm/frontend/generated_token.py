@@ -10,8 +10,8 @@ class GeneratedToken:
     """One token of an answer. ``top`` pairs ids with logprobs, most likely first.
 
     ``finish_reason`` is set on the last one; a stop id is reported as a token that stops.
-    ``cached_tokens`` of the prompt were in the prefix cache (first token only). Of an embedding
-    model, ``pooled`` is the last row (f32, little-endian) and the token means nothing.
+    ``cached_tokens`` of the prompt were in the prefix cache (first token only). For an embedding
+    model, ``pooled`` is the last row (f32, little-endian), and the token has no meaning.
     """
 
     position: int

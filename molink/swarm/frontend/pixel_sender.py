@@ -17,7 +17,7 @@ class PixelSender:
         self._num_sent = self._num_received = 0
 
     def next_fragments(self, received: int = 0) -> Iterator[tuple[PixelFragment, memoryview]]:
-        """Messages to send now that the scheduler has ``received`` bytes."""
+        """Return the messages to send, given that the scheduler has ``received`` bytes."""
         self._num_received = max(self._num_received, min(received, self._num_sent))
         while self._num_sent + PIXEL_FRAGMENT <= self._num_received + PIXEL_WINDOW:
             found = next(self._fragments, None)

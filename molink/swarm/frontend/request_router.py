@@ -1,7 +1,7 @@
 """Routes each request of an endpoint to one of the pipelines that serve its model.
 
 Each endpoint has its own router, so there is no bottleneck and no single point of failure. Answers
-carry the cache reports that it asks for.
+carry the cache reports that the router requests.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,7 +14,7 @@ from molink.wire.messages.serving import Request
 
 
 class RequestRouter:
-    """Consults ``router`` for each request, and reports the outcome to it.
+    """Asks ``router`` about each request, and reports outcomes to it.
 
     Each epoch of a pipeline starts with an empty cache, so it counts as another target.
     """
@@ -29,7 +29,7 @@ class RequestRouter:
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """The router's decisions, counted by name."""
+        """Counts of the router's decisions, by name."""
         return self._router.decision_counts
 
     def choose_pipeline(
@@ -60,7 +60,7 @@ class RequestRouter:
         return target
 
     def cache_version_for(self, target: PipelineEpoch, others: int) -> int | None:
-        """``Submit.cache_version`` for a submission that ``others`` could have served too."""
+        """Return ``Submit.cache_version`` for a submission that ``others`` could also serve."""
         if others == 0 or not self._router.reads_spans:
             return None
         return self._versions.get(target, -1)

@@ -1,8 +1,8 @@
-"""The endpoint's side of a request: submitted, resubmitted after every loss, emitted once.
+"""The endpoint's side of a request, which it resubmits after every loss.
 
-The endpoint holds the request and all tokens emitted so far. Recovery is always the same: submit
-prompt and emitted tokens to the scheduler of the new epoch. A position is emitted once and never
-changes. Sans-IO: events and ``now`` in, actions out.
+The endpoint holds the request and all emitted tokens. Recovery is always the same: submit prompt
+and emitted tokens to the scheduler of the new epoch. A position is emitted once and never changes.
+Sans-IO: it takes events and ``now``, and returns actions.
 """
 
 from collections import deque
@@ -39,25 +39,26 @@ StreamState = Literal["waiting", "running", "done"]
 class StreamLimits:
     """Bounds of waits (seconds) and retries."""
 
-    #: Wait for a pipeline while none is being formed, or its formation makes no progress. Broken
-    #: connections don't restart it.
+    #: Maximum wait for a pipeline while none is being formed, or its formation makes no progress.
+    #: Broken connections don't restart this wait.
     pipeline_wait_timeout: float = 30.0
-    #: Longest wait despite progress, and from the first loss to a token if losses repeat.
+    #: Maximum wait despite progress, and from the first loss to a token if losses repeat.
     max_wait_s: float = 600.0
-    #: Tokens that a scheduler may be ahead of the client.
+    #: Maximum tokens that a scheduler may be ahead of the client.
     credit_window: int = 256
-    #: Epochs that may end before the request has a token there, and failures that a scheduler may
-    #: report: a request that crashes every pipeline has to end.
+    #: Maximum epochs that may end before they return a token of the request, and maximum failures
+    #: that a scheduler may report, so that a request that crashes every pipeline ends.
     max_failed_attempts: int = 4
     #: Pause before a resubmission to the same scheduler.
     retry_delay_s: float = 0.25
-    #: A request that a scheduler kept for longer was being served: its next wait starts anew.
+    #: Seconds after which a request at a scheduler counts as being served, so that its next wait is
+    #: a new one.
     min_service_s: float = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class PipelineEpoch:
-    """A pipeline that accepts requests, in its present epoch."""
+    """A pipeline that accepts requests, with its current epoch."""
 
     pipeline: str
     epoch: int
@@ -120,9 +121,10 @@ class RequestStream:
         now: float,
         unserved_since: float | None = None,
     ) -> None:
-        """``unserved_since`` is when the last pipeline of its model was lost, if none is left.
+        """``unserved_since`` is the time when the last pipeline of its model was lost, if none is
+        left.
 
-        The request doesn't wait again for what earlier ones have already waited for.
+        The time that earlier requests have already waited since then counts.
         """
         self.key = key
         self.request = request
@@ -131,15 +133,15 @@ class RequestStream:
         self._prompt = request.prompt_token_ids
         #: All emitted tokens, in order; append only.
         self._emitted: list[int] = []
-        #: Pixels of the present submission.
+        #: Pixels of the current submission.
         self._pixels = PixelSender("", ())
-        #: An embedding model's row, whose token follows.
+        #: An embedding model's row; its token follows.
         self._pooled = b""
         self._num_consumed = 0
         self._num_credited = 0
-        #: Tokens that the present scheduler may be ahead of the client.
+        #: Tokens that the current scheduler may be ahead of the client.
         self._window = limits.credit_window
-        #: Tokens that schedulers may have sent by now.
+        #: Number of tokens that schedulers may have sent so far.
         self._num_granted = 0
         self._attempt = 0
         #: Target of the last submission; ``None`` before the first.
@@ -147,38 +149,38 @@ class RequestStream:
         #: An abandoned submission that its scheduler may still serve.
         self._abandoned: tuple[PipelineEpoch, str] | None = None
         self._target: PipelineEpoch | None = None
-        #: Start of the present wait; ``None`` once a token has arrived since.
+        #: Start of the current wait; ``None`` if a token has arrived since.
         self._waiting_since: float | None = now if unserved_since is None else unserved_since
-        #: When the client asked; its queue time and deadline count from then.
+        #: When the client sent the request, from which queue time and deadline count.
         self._started_at = now
         self._submitted_at = now
         self._retry_at = now
-        #: Progress of the pipeline that is being formed (0: none), and its last change.
+        #: Progress of the pipeline that is being formed (0: none), and the time of its last change.
         self._formation_progress = 0
         self._progress_at = now if unserved_since is None else unserved_since
         self._failed_attempts = 0
         #: Whether the last submission was the first in its epoch.
         self._is_first_in_epoch = True
-        #: Target that was lost before a token; ``None`` once counted or recovered.
+        #: Target that was lost before a token; ``None`` if counted or recovered.
         self._lost_target: PipelineEpoch | None = None
-        #: First such loss since the last token.
+        #: Time of the first such loss since the last token.
         self._lost_at: float | None = None
         self._last_reason = "no pipeline serves this model"
         self._transitions: deque[str] = deque(maxlen=32)
 
     @property
     def attempt_key(self) -> str:
-        """Key of the present submission."""
+        """Key of the current submission."""
         return f"{self.key}.{self._attempt}"
 
     @property
     def is_waiting(self) -> bool:
-        """Whether it waits for a pipeline or a first token."""
+        """Whether the request waits for a pipeline or a first token."""
         return self.state != "done" and self._waiting_since is not None
 
     @property
     def next_wake_at(self) -> float | None:
-        """When to call :meth:`wake`; ``None`` if there is nothing to wait for."""
+        """Return when to call :meth:`wake`; ``None`` if there is nothing to wait for."""
         if self.state != "waiting":
             return None
         return self._deadline if self._target is None else min(self._deadline, self._retry_at)
@@ -195,27 +197,29 @@ class RequestStream:
 
     @property
     def _max_queue_s(self) -> float:
-        """Seconds that it may wait for admission; 0 once it has tokens, or without a bound."""
+        """Seconds that the request may wait for admission; 0 if it has tokens or no bound."""
         return 0.0 if self._emitted else self.request.max_queue_s
 
     @property
     def _has_no_failures(self) -> bool:
-        """Whether nothing failed since the last token."""
+        """Whether nothing has failed since the last token."""
         return self._failed_attempts == 0 and self._lost_at is None
 
     def on_formation_progress(self, progress: int, now: float) -> None:
-        """Report the formation of a pipeline: a changed ``progress`` is progress, 0 means none."""
+        """Handle the ``progress`` of a formation: a changed number is progress, 0 means no
+        formation.
+        """
         if progress and progress != self._formation_progress:
             self._progress_at = now
         self._formation_progress = progress
 
     def set_unserved_reason(self, reason: str) -> None:
-        """Store why there is no pipeline, for a later error."""
+        """Store why there is no pipeline, for later errors."""
         if self.state == "waiting":
             self._last_reason = reason
 
     def set_target(self, target: PipelineEpoch | None, now: float) -> list[StreamAction]:
-        """Set the present target; ``None`` while there is none."""
+        """Set the current target; ``None`` while there is none."""
         self._target = target
         if self.state == "running" and target != self._submitted:
             self._log_transition(f"lost {self._submitted}")
@@ -223,12 +227,12 @@ class RequestStream:
         return self.wake(now)
 
     def on_pooled(self, message: PooledOutput, row: bytes) -> None:
-        """Keep the row of the token that follows."""
+        """Keep the row of the next token."""
         if self._is_current(message.key) and self._submitted is not None:
             self._pooled = row if message.epoch == self._submitted.epoch else b""
 
     def on_pixels_received(self, message: PixelsReceived) -> list[StreamAction]:
-        """The scheduler has received pixels; send more."""
+        """Send more pixels, since the scheduler has received some."""
         target = self._submitted
         if not self._is_current(message.key) or target is None or message.epoch != target.epoch:
             return []
@@ -265,7 +269,7 @@ class RequestStream:
         return actions
 
     def on_rejected(self, message: Rejected, now: float) -> list[StreamAction]:
-        """Handle a rejection: the scheduler can't serve the request, or not any more."""
+        """Handle a rejection: the scheduler can't serve the request, or can no longer serve it."""
         if not self._is_current(message.key):
             return []
         self._log_transition(f"rejected: {message.reason}: {message.message}")
@@ -279,7 +283,7 @@ class RequestStream:
                 return self._fail_stream(RequestError(text))
             case "failed":
                 return self._retry(text, now)
-            case _:  # overload or epoch in mid-stream: a pause for the client
+            case _:  # overload or a new epoch in mid-stream is only a pause for the client
                 if now - self._submitted_at > self._limits.min_service_s:
                     self._on_pipeline_lost(text, now)
                 else:
@@ -288,7 +292,7 @@ class RequestStream:
                 return self.wake(now)
 
     def on_tokens_consumed(self, count: int) -> list[StreamAction]:
-        """The client has consumed ``count`` more tokens."""
+        """Record that the client has consumed ``count`` more tokens."""
         self._num_consumed += count
         if self.state != "running" or self._submitted is None:
             return []
@@ -300,7 +304,7 @@ class RequestStream:
         return [SendToSchedulerAction(self._submitted, Credit(self.attempt_key, position))]
 
     def cancel(self) -> list[StreamAction]:
-        """The client has disconnected."""
+        """Cancel the request, since its client has disconnected."""
         actions = self._cancel_attempt() if self.state == "running" else []
         self.state = "done"
         return actions
@@ -311,7 +315,8 @@ class RequestStream:
             return []
         if self._lost_target is not None and self._target not in (None, self._lost_target):
             self._lost_target = None
-            self._failed_attempts += 1  # the epoch ended; a broken connection would only cost time
+            # The epoch ended. A broken connection alone costs only time, not an attempt.
+            self._failed_attempts += 1
         if self._failed_attempts > self._limits.max_failed_attempts:
             return self._fail_stream(
                 Unavailable(f"gave up after {self._failed_attempts} attempts: {self._last_reason}")
@@ -354,7 +359,7 @@ class RequestStream:
         self._is_first_in_epoch = target != self._submitted
         self._submitted, self._submitted_at = target, now
         self._pooled = b""
-        # Unread tokens count, so that a slow client doesn't get a full window in each epoch.
+        # Unread tokens count, so that a slow client doesn't get a full window in every epoch.
         unread = len(self._emitted) - self._num_consumed
         self._window = max(1, self._limits.credit_window // 8, self._limits.credit_window - unread)
         self._num_credited, self._num_granted = (
@@ -389,9 +394,9 @@ class RequestStream:
         return [*actions, *self.wake(now)]
 
     def _on_pipeline_lost(self, reason: str, now: float) -> None:
-        """Abandon the submission. If it was being served, the pipeline wait restarts.
+        """Abandon the submission. If it was being served, the wait for a pipeline restarts.
 
-        It restarts once per epoch, whose number is bounded, rather than at each broken connection.
+        It restarts once per epoch, whose number is bounded, not at each broken connection.
         """
         assert self._submitted is not None
         self._abandoned = (self._submitted, self.attempt_key)

@@ -1,1 +1,1 @@
-"""Who may join: pairing, invitations, tokens, versions and banned peers."""
+"""Decides who may join: pairing, invitations, tokens, versions and banned peers."""

@@ -16,9 +16,9 @@ class AddressBook:
     def __init__(self, own_key: PeerKey) -> None:
         self._own_key = own_key
         self._peers: dict[str, PeerInfo] = {}
-        #: Peers that the coordinator has not announced in this session.
+        #: Peers that the coordinator has not announced in this session yet.
         self._unconfirmed: set[str] = set()
-        #: Called with a peer that is new or has changed.
+        #: Called with a new or changed peer.
         self.on_peer_changed: Callable[[PeerInfo], None] = lambda _: None
         #: Called with the id of a removed peer.
         self.on_peer_removed: Callable[[str], None] = lambda _: None
@@ -51,20 +51,20 @@ class AddressBook:
         self._unconfirmed.clear()
 
     def get_peer(self, peer: str) -> PeerInfo | None:
-        """The peer with that id."""
+        """Return the peer with this id."""
         return self._peers.get(peer)
 
     def name_of(self, peer: str) -> str:
-        """A peer's name for display; an unknown id itself."""
+        """Return a peer's display name, or the id itself if unknown."""
         info = self._peers.get(peer)
         return peer if info is None else info.name
 
     @property
     def peers(self) -> frozenset[str]:
-        """Ids of all members, this peer included."""
+        """Ids of all members, including this peer."""
         return frozenset((self._own_key.peer, *self._peers))
 
     def peer_keys(self) -> PeerKeys:
-        """Keys of all members, this peer included, for workers."""
+        """Keys of all members, including this peer, for workers."""
         others = (PeerKey(peer=one.peer, public_key=one.public_key) for one in self._peers.values())
         return PeerKeys(peers=(self._own_key, *others))

@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-#: Entries of the list, which people read; the oldest are dropped first.
+#: Maximum entries of the list, which people read; the oldest are dropped first.
 _MAX_ENTRIES = 32
 
 
@@ -15,7 +15,7 @@ class BannedPeers:
         self._reasons: dict[tuple[str, str], str] = {}
 
     def record_ban(self, socket_name: str, peer: str, reason: str) -> None:
-        """Record that a socket, named for people, banned ``peer``."""
+        """Record that a socket, by its display name, banned ``peer``."""
         self._reasons.pop((peer, socket_name), None)
         self._reasons[peer, socket_name] = reason[:200]
         if len(self._reasons) > _MAX_ENTRIES:
@@ -26,7 +26,7 @@ class BannedPeers:
         self._reasons = {key: reason for key, reason in self._reasons.items() if key[0] != peer}
 
     def add_to_status(self, status: bytes) -> bytes:
-        """``molink status --json`` (UTF-8) with the banned peers."""
+        """Add the banned peers to ``molink status --json`` (UTF-8)."""
         if not self._reasons:
             return status
         fields: dict[str, Any] = json.loads(status)

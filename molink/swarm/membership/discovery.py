@@ -1,7 +1,7 @@
 """Announcements of swarms on the local network.
 
-Anyone on the network can announce anything. So an announcement only says where to request pairing
-(:mod:`molink.swarm.membership.pairing`); it is neither secret nor trusted.
+Anyone on the network can announce anything. So an announcement is neither secret nor trusted, and
+only says where to request pairing (:mod:`molink.swarm.membership.pairing`).
 """
 
 import ipaddress
@@ -15,12 +15,12 @@ from molink.swarm.membership.sanitize import sanitize_name
 SERVICE_TYPE = "_molink._tcp.local."
 #: Format version of announcements.
 ANNOUNCEMENT_VERSION = "1"
-#: Swarms listed at once.
+#: Maximum swarms listed.
 MAX_SWARMS = 16
 _MAX_ADDRESSES = 6
-#: Bytes of a property's value.
+#: Maximum bytes of a property's value.
 _MAX_VALUE = 255
-#: Default port of the pairing listener: the last one that the firewall rule opens.
+#: Default port of the pairing listener, the last port that the firewall rule opens.
 PAIRING_PORT = 5479
 _ID = re.compile(r"[0-9a-f]{16}\Z")
 _KEY = re.compile(r"[!-~]{40}\Z")
@@ -48,14 +48,14 @@ class DiscoveredSwarm:
 
 
 def instance_name(swarm: str) -> str:
-    """The DNS-SD instance name of a swarm."""
+    """Return the DNS-SD instance name of a swarm."""
     return f"molink-{swarm}.{SERVICE_TYPE}"
 
 
 def parse_announcement(
     properties: Mapping[bytes, bytes | None], addresses: Iterable[str], port: int | None
 ) -> DiscoveredSwarm | None:
-    """The announced swarm, with a sanitized name; ``None`` if the announcement is invalid."""
+    """Parse an announcement to a swarm with a sanitized name; ``None`` if it is invalid."""
     swarm, name, key = (
         _decode_text(properties.get(field)) for field in (b"swarm", b"name", b"key")
     )

@@ -1,15 +1,15 @@
 """Detects two PCs that run with one key, after a state folder was copied.
 
-Each report of one would displace the other. A connection that is heard again after another one of
-the same peer is still open, so both run. Reports that were queued when a peer reconnected look the
-same for a moment, so the alternation has to last for seconds.
+Each report of one would displace the other. A connection on which a report arrives after one on
+another connection of the same peer is still open, so both PCs run. Reports that were queued when a
+peer reconnected look the same for a moment, so the alternation must last for seconds.
 """
 
 import math
 from dataclasses import dataclass
 
-#: Alternations after which both connections count as running, and the shortest time between two
-#: that are counted, in seconds; a peer reports twice a second.
+#: Number of alternations after which both connections count as running, and minimum seconds between
+#: two counted alternations; a peer reports twice a second.
 MIN_ALTERNATIONS = 6
 ALTERNATION_INTERVAL_S = 0.5
 
@@ -18,11 +18,11 @@ ALTERNATION_INTERVAL_S = 0.5
 class _ConnectionHistory:
     latest: bytes
     previous: bytes = b""
-    #: The later one of these two.
+    #: The later connection of the two.
     second: bytes = b""
     alternations: int = 0
     alternated_at: float = -math.inf
-    #: Connection of the duplicate, once detected.
+    #: Connection of the duplicate, if detected.
     rejected: bytes = b""
 
 
@@ -33,7 +33,7 @@ class DuplicatePeers:
         self._peers: dict[str, _ConnectionHistory] = {}
 
     def observe_connection(self, peer: str, connection: bytes, now: float) -> bool:
-        """Record a report on a connection; returns whether it comes from a duplicate."""
+        """Record a report on a connection; return whether it comes from a duplicate."""
         history = self._peers.get(peer)
         if history is None:
             self._peers[peer] = _ConnectionHistory(connection)

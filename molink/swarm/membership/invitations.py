@@ -19,16 +19,18 @@ from molink.wire.messages.membership import (
 )
 from molink.wire.signing import Signer
 
-#: Unused invitations of one member; the oldest end first, since each `molink up` creates one.
+#: Maximum unused invitations of one member; the oldest end first, since each `molink up` creates
+#: one.
 MAX_INVITATIONS = 16
-#: Longest validity in seconds: of an owner's that expires at all, and of another member's.
+#: Maximum validity in seconds of an owner's invitation, unless it never expires, and of another
+#: member's.
 _MAX_TTL = 10 * 365 * 86400
 _MAX_NON_OWNER_TTL = 30 * 86400
-#: Bytes of an encoded listing.
+#: Maximum bytes of an encoded listing.
 _MAX_LISTING_BYTES = 192 * 1024
 _PRINT_ANOTHER = "`molink invite` on a PC of the swarm prints another"
-#: Joins by one invitation, and by all. A classroom of PCs joins within seconds; a flood of invented
-#: ones would cost all others, which are told of each.
+#: Rate limits of joins by one invitation, and by all. A classroom of PCs joins within seconds; a
+#: flood of invented PCs would burden all others, which are informed about each.
 PER_INVITATION_LIMIT = RateLimit(8, 2.0)
 OVERALL_LIMIT = RateLimit(16, 4.0)
 
@@ -38,7 +40,7 @@ def sign_invitation(
 ) -> SignedEntry:
     """Sign an invitation for ``uses`` PCs, valid for ``ttl`` seconds (0: forever).
 
-    ``invited`` signs for whoever holds the invitation.
+    ``invited`` is the signer of the invitation's holder.
 
     Raises:
         UsageError: ``ttl`` or ``uses`` is out of range.
@@ -53,7 +55,7 @@ def sign_invitation(
 
 
 def check_lifetime(entry: InvitationEntry, now: float, *, owner: bool) -> None:
-    """Check that a member, or an owner, may create an invitation that is valid for so long.
+    """Check that a member, or an owner, may create an invitation with this validity.
 
     Raises:
         NotAuthorized: only an owner may.
@@ -68,7 +70,7 @@ def check_lifetime(entry: InvitationEntry, now: float, *, owner: bool) -> None:
 
 
 def check_use(record: InvitationRecord | None, peer: str, now: float) -> None:
-    """Check that ``peer`` may join by an invitation. It may join again by one that it has used.
+    """Check that ``peer`` may join by an invitation; it may reuse one that it has used before.
 
     Raises:
         TokenError: the invitation has expired or is used up.
@@ -82,7 +84,7 @@ def check_use(record: InvitationRecord | None, peer: str, now: float) -> None:
 
 
 def find_excess(log: MembershipLog, creator: str, now: float) -> list[LoggedInvitation]:
-    """The oldest of a member's open invitations, if it has :data:`MAX_INVITATIONS` or more."""
+    """Return a member's oldest open invitation if it has :data:`MAX_INVITATIONS` or more."""
     open_ones = [
         one
         for one in log.invitations
@@ -105,7 +107,7 @@ class JoinRateLimiter:
         self._overall = TokenBucket(overall, now)
 
     def admit_join(self, invitation: str, now: float) -> float:
-        """Count a join and return 0, or the seconds after which to retry."""
+        """Count a join and return 0, or return the seconds after which to retry."""
         own = self._buckets.bucket_for(invitation, now)
         wait = max(own.wait_time(now), self._overall.wait_time(now))
         if wait == 0.0:
@@ -121,7 +123,7 @@ class JoinRateLimiter:
 def encode_invitations(
     invitations: Sequence[InvitationRecord], name_of: Callable[[str], str]
 ) -> bytes:
-    """``molink invite --list --json`` (UTF-8), without the oldest if it is too long."""
+    """Encode ``molink invite --list --json`` (UTF-8); drop the oldest if it is too long."""
     text = json.dumps([_to_json(record, name_of) for record in invitations]).encode("utf-8")
     if len(text) <= _MAX_LISTING_BYTES:
         return text

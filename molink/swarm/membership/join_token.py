@@ -23,15 +23,15 @@ from molink.wire.signing import Signer
 
 TOKEN_PREFIX = "molink-"
 _VERSION = 2
-#: Detects incomplete copies.
+#: Bytes of the checksum, which detects incomplete copies.
 _CHECKSUM_BYTES = 4
-#: Characters; several times the longest valid token.
+#: Maximum characters, several times the longest valid token.
 _MAX_LENGTH = 2048
 _ALPHABET = re.compile(r"[A-Za-z0-9_-]*\Z")
 
 
 class ContactPoint(msgspec.Struct, frozen=True, array_like=True):
-    """A member's control socket; the member knows where the coordinator runs."""
+    """The control socket of a member, which knows where the coordinator runs."""
 
     public_key: PublicKey
     addresses: Annotated[Addresses, msgspec.Meta(min_length=1)]
@@ -87,7 +87,7 @@ def _unpack(text: str) -> bytes:
     if not _ALPHABET.match(encoded):
         raise _malformed_token("a character in it doesn't belong there")
     try:
-        # A missing character may leave a length that no base64 text has.
+        # A missing character may leave a length that is invalid in base64.
         return base64.urlsafe_b64decode(encoded + "=" * (-len(encoded) % 4))
     except binascii.Error:
         raise _malformed_token("a character is missing") from None
@@ -104,7 +104,7 @@ def _decode(raw: bytes) -> JoinToken:
         Signer(token.secret_key)
         if token.rendezvous:
             RendezvousAddress.parse(token.rendezvous)
-    except ValueError as error:  # msgspec's own, text that is no UTF-8, and a seed that is no key
+    except ValueError as error:  # msgspec's errors, invalid UTF-8, and a seed that is no key
         raise _malformed_token(str(error)) from None
     return token
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 #: A lost packet of a handshake is sent again after a second (RFC 6298, section 2), so the handshake
 #: takes longer than the shortest one by at least this many seconds.
 _LATE_S = 0.9
-#: Losses that make an estimate, and handshakes after which older ones count half.
+#: Minimum losses for an estimate, and handshakes after which older ones count half.
 _MIN_LOST, _MEMORY = 3, 1000
 
 
@@ -24,7 +24,7 @@ class LossMeter:
 
     @property
     def loss(self) -> float | None:
-        """Share of packets lost in each direction: a handshake waits for one each way."""
+        """Share of packets lost in each direction; a handshake waits for one packet each way."""
         if self._num_late < _MIN_LOST:
             return None
         return self._num_late / self._num_handshakes / 2

@@ -1,8 +1,8 @@
 """The membership log: signed entries that say who belongs to the swarm.
 
-Every PC keeps all entries and checks them itself, so nobody is believed for who sent them. Entries
-name earlier ones by hash and are never changed. The log of two PCs is the union of their entries,
-also after a split. See ``docs/decisions/0030-hostile-members.md``.
+Every PC keeps all entries and checks them itself, regardless of their sender. Entries refer to
+earlier ones by hash and never change. The merged log of two PCs is the union of their entries, even
+after a partition. See ``docs/decisions/0030-hostile-members.md``.
 """
 
 import hashlib
@@ -41,8 +41,8 @@ from molink.wire.messages.membership import (
 )
 from molink.wire.signing import derive_public_key
 
-#: Bytes of a log, of what no owner has signed in it, of what one such member has signed, and of the
-#: joins by one invitation. A replica has room for the log and the rest.
+#: Maximum bytes of a log, of its entries not signed by owners, of one such member's entries, and of
+#: the joins by one invitation. A replica has room for the log and the rest of the state.
 MAX_BYTES = 192 << 10
 MAX_UNOWNED = 144 << 10
 MAX_SIGNED = 16 << 10
@@ -50,16 +50,16 @@ MAX_JOINS = 64 << 10
 
 
 class MembershipLog:
-    """The entries that one PC knows, each checked. Immutable: a change makes another log."""
+    """The checked entries that one PC knows. Immutable: a change creates another log."""
 
     def __init__(self, swarm: str, entries: Mapping[str, SignedEntry] | None = None) -> None:
-        """``entries``: checked ones, by hash."""
+        """``entries`` are checked entries by hash."""
         self.swarm = swarm
         self._entries = dict(entries or {})
 
     @classmethod
     def found_swarm(cls, founders: Sequence[Founder], nonce: bytes) -> "MembershipLog":
-        """The log of a new swarm; ``nonce`` is ``u8 [16]``, random."""
+        """Create the log of a new swarm; ``nonce`` is random, ``u8 [16]``."""
         body = msgspec.msgpack.encode(FoundingEntry(nonce, tuple(founders)))
         entry = SignedEntry(body, b"")
         return cls(entry.hash[:SWARM_ID_DIGITS], {entry.hash: entry})
@@ -68,9 +68,9 @@ class MembershipLog:
     def check_entries(
         cls, swarm: str, entries: Iterable[SignedEntry], known: "MembershipLog | None" = None
     ) -> "MembershipLog":
-        """The log of these entries alone. Those of ``known`` need no check.
+        """Create a log of these entries only, and check those that are not in ``known``.
 
-        Entries of keys that nobody has let in are left out.
+        Entries signed by keys that nobody admitted are left out.
 
         Raises:
             StateError: one is invalid, or the founding of ``swarm`` is missing.
@@ -83,7 +83,7 @@ class MembershipLog:
 
     @classmethod
     def decode(cls, swarm: str, data: bytes | memoryview) -> "MembershipLog":
-        """The log that :meth:`encode` made.
+        """Decode a log encoded by :meth:`encode`.
 
         Raises:
             StateError: it is invalid.
@@ -95,11 +95,11 @@ class MembershipLog:
         return cls.check_entries(swarm, entries)
 
     def encode(self) -> bytes:
-        """The entries as msgpack."""
+        """Encode the entries as msgpack."""
         return msgspec.msgpack.encode(self.entries)
 
     def with_entries(self, entries: Iterable[SignedEntry]) -> "MembershipLog":
-        """This log, followed by the entries that it lacks.
+        """Return this log followed by the entries that it lacks.
 
         Raises:
             StateError: one is invalid.
@@ -121,10 +121,10 @@ class MembershipLog:
         return log
 
     def merge_log(self, other: "MembershipLog") -> "MembershipLog":
-        """This log, followed by the entries of another one of the same swarm that it lacks.
+        """Return this log followed by the entries of another log of the same swarm that it lacks.
 
-        Left out are entries of keys that nobody has let in, and, where the bounds leave no room for
-        all, those that no owner has signed.
+        Entries signed by keys that nobody admitted are left out and, if the bounds leave no room
+        for all, those that no owner signed.
         """
         assert other.swarm == self.swarm
         missing = {key: one for key, one in other._entries.items() if key not in self._entries}
@@ -133,7 +133,7 @@ class MembershipLog:
         merged = MembershipLog(self.swarm, self._entries | missing)
         signed, kept = merged._sum_signed(self._entries), set[str]()
         number, taken = len(self._entries), self._size
-        # Owners' entries come first where there is little room.
+        # Owners' entries come first if room is scarce.
         by_owners = [key for key in missing if merged._is_signed_by_owner(key)]
         for key in dict.fromkeys((*by_owners, *missing)):
             entry, size = other._decoded[key], missing[key].size
@@ -153,7 +153,7 @@ class MembershipLog:
         return MembershipLog(self.swarm, self._entries | added)
 
     def without_expired(self, now: float) -> "MembershipLog":
-        """This log without invitations that have expired unused, and their ends."""
+        """Return this log without invitations that expired unused, and without their ends."""
         expired = {
             one.hash
             for one in self.invitations
@@ -171,7 +171,7 @@ class MembershipLog:
         return MembershipLog(self.swarm, kept)
 
     def without_admissions(self) -> "MembershipLog":
-        """This log without the entries that let PCs in."""
+        """Return this log without the entries that admit PCs."""
         kept = {
             key: self._entries[key]
             for key, one in self._decoded.items()
@@ -182,7 +182,7 @@ class MembershipLog:
     def _check_new(
         self, entries: Iterable[SignedEntry], known: Mapping[str, SignedEntry]
     ) -> dict[str, SignedEntry]:
-        """The entries that this log lacks, by hash."""
+        """Check the entries that this log lacks; return them by hash."""
         added: dict[str, SignedEntry] = {}
         for one in entries:
             entry_hash = one.hash
@@ -197,7 +197,7 @@ class MembershipLog:
         return sum(one.size for one in self._entries.values())
 
     def _sum_signed(self, entries: Mapping[str, SignedEntry]) -> Counter[str]:
-        """Bytes of these entries by the peer or invitation that signed, apart from owners."""
+        """Sum the bytes of entries by the peer or invitation that signed them, except owners."""
         sums = Counter[str]()
         for key, one in entries.items():
             entry = self._decoded[key]
@@ -211,11 +211,11 @@ class MembershipLog:
 
     @cached_property
     def _signed_by_known(self) -> frozenset[str]:
-        """Hashes of entries whose key was let in, or is that of an invitation, by whomever."""
+        """Return hashes of entries whose key was admitted, or is an invitation's, by any member."""
         known: set[str] = set()
         found: set[str] = set()
         before = -1
-        while len(found) > before:  # whatever their order
+        while len(found) > before:  # in any order
             before = len(found)
             for key, one in self._decoded.items():
                 if isinstance(one, FoundingEntry):
@@ -238,7 +238,7 @@ class MembershipLog:
 
     @cached_property
     def digest(self) -> str:
-        """Equal for two logs that differ at most in invitations: 16 hexadecimal digits."""
+        """Digest of 16 hexadecimal digits; equal for logs that differ at most in invitations."""
         compared = (
             key for key, one in self._decoded.items() if not isinstance(one, InvitationEntry)
         )
@@ -260,48 +260,50 @@ class MembershipLog:
 
     @property
     def invitations(self) -> tuple[LoggedInvitation, ...]:
-        """Invitations of present members, in order; ended and expired ones too."""
+        """Invitations of current members, in order, including ended and expired ones."""
         return self._resolved.invitations
 
     @property
     def owners(self) -> frozenset[str]:
-        """Ids of the present owners."""
+        """Ids of the current owners."""
         return self._resolved.owners
 
     def revocations_of(self, peer: str) -> tuple[str, ...]:
-        """Hashes of the revocations of ``peer`` that count."""
+        """Return the hashes of the revocations of ``peer`` that count."""
         return self._resolved.revocations.get(peer, ())
 
     def is_member(self, peer: str) -> bool:
-        """Whether a peer belongs to the swarm now."""
+        """Whether a peer is a current member."""
         found = self.members.get(peer)
         return found is not None and found.standing == "member"
 
     def find_named(self, name_or_id: str) -> LoggedMember | None:
-        """The present or former member of that id or name."""
+        """Return the current or former member with an id or name."""
         named = (one for one in self.members.values() if one.name == name_or_id)
         return self.members.get(name_or_id) or next(named, None)
 
     def count_names(self, peer: str) -> int:
-        """How many names a peer has given itself after its admission."""
+        """Count the names that a peer has given itself since its admission."""
         named = (one for one in self._decoded.values() if isinstance(one, NameEntry))
         return sum(peer_of_key(one.signer) == peer for one in named)
 
     @property
     def branches(self) -> dict[str, str]:
-        """The vote group of each present member."""
+        """The vote group of each current member."""
         return {one.peer: one.branch for one in self.members.values() if one.standing == "member"}
 
     # --- records -----------------------------------------------------------------------------
 
     def list_members(self, announced: Mapping[str, PeerInfo]) -> list[MemberRecord]:
-        """All peers that are or were members, with what others were told of them, by peer id."""
+        """List all peers that are or were members, with the information sent about them, by peer
+        id.
+        """
         return [
             _make_record(one, announced.get(one.peer)) for one in self._resolved.members.values()
         ]
 
     def list_invitations(self) -> list[InvitationRecord]:
-        """Invitations that nobody has ended; expired and used-up ones too."""
+        """List invitations that nobody has ended, including expired and used-up ones."""
         found: list[InvitationRecord] = []
         for one in self.invitations:
             if one.is_ended:
@@ -324,7 +326,7 @@ class MembershipLog:
         return found
 
     def list_admissions(self) -> list[InvitationRecord]:
-        """Admissions of members without an invitation, in the form of a used one."""
+        """List admissions of members without an invitation, in the form of used invitations."""
         found: list[InvitationRecord] = []
         for one in self.members.values():
             entry = self._decoded.get(one.admission)

@@ -1,7 +1,7 @@
-"""Decides by the entries of a membership log who is a member, an owner, or shut out.
+"""Decides from the entries of a membership log who is a member, an owner, or shut out.
 
-The order of entries matters only where an invitation is used more often than allowed, or a peer
-was admitted several times: the first ones count. See ``docs/decisions/0030-hostile-members.md``.
+The order of entries matters only if an invitation is used more often than allowed, or a peer was
+admitted several times; then the first ones count. See ``docs/decisions/0030-hostile-members.md``.
 """
 
 import heapq
@@ -33,50 +33,52 @@ from molink.wire.messages.membership import (
 class LoggedMember:
     """A peer that is or was a member.
 
-    ``branch`` is its vote group. All who descend from one child of an owner are a group, and all
-    who joined by one invitation: a member has one vote, however many PCs it admits.
+    ``branch`` is its vote group. All descendants of one child of an owner form a group, and so do
+    all peers that joined by one invitation: a member has one vote, for any number of PCs that it
+    admits.
     """
 
     peer: str
     verify_key: str
-    #: The name for people, which no other member has or had: ``own_name``, or with a number added.
+    #: The unique display name, which no other member has or had: ``own_name``, or with a number
+    #: added.
     name: str
-    #: What it calls itself.
+    #: The name that it gave itself.
     own_name: str
-    #: ``revoked``: itself, or whoever admitted it.
+    #: ``revoked`` if it, or a peer that admitted it, was revoked.
     standing: Literal["member", "left", "revoked"]
     is_owner: bool
     branch: str
     #: Hash of the join or admission that counts; empty for a founder.
     admission: str = ""
-    #: Id of the invitation by which it joined; empty without one.
+    #: Id of the invitation by which it joined; empty if there was none.
     invitation: str = ""
-    #: Who made that invitation, or admitted it; empty for a founder.
+    #: The peer that created that invitation, or admitted it; empty for a founder.
     admitted_by: str = ""
-    #: When it joined, in unix time; not before whoever admitted it.
+    #: When it joined, in unix time; never before the peer that admitted it.
     since: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class LoggedInvitation:
-    """An invitation of a member. It may have expired or be used up."""
+    """An invitation by a member, which may have expired or be used up."""
 
     hash: str
     entry: InvitationEntry
     creator: str
     is_ended: bool
-    #: Joins that count: hash and entry.
+    #: Valid joins: hash and entry.
     joins: tuple[tuple[str, JoinEntry], ...]
 
     @property
     def id(self) -> str:
-        """The id for people: ``invite:…``."""
+        """The display id: ``invite:…``."""
         return INVITATION_PREFIX + self.hash[:16]
 
 
 @dataclass(frozen=True, slots=True)
 class ResolvedMembership:
-    """What a log says. ``members`` are in the order in which they joined, founders first."""
+    """The result of resolving a log; ``members`` are in the order of joining, founders first."""
 
     members: dict[str, LoggedMember]
     invitations: tuple[LoggedInvitation, ...]
@@ -88,7 +90,7 @@ class ResolvedMembership:
 def resolve_membership(
     entries: Mapping[str, FoundingEntry | Statement],
 ) -> ResolvedMembership:
-    """Resolve checked entries, by hash, in the order of the log."""
+    """Resolve checked entries by hash, in the order of the log."""
     return _Resolver(entries).resolve()
 
 
@@ -98,27 +100,27 @@ class _Resolver:
     #: Position of each entry in the log.
     rank: dict[str, int] = field(default_factory=dict)
     founders: dict[str, LoggedMember] = field(default_factory=dict)
-    #: By creator.
+    #: Invitations by creator.
     invitations: dict[str, list[tuple[str, InvitationEntry]]] = field(default_factory=dict)
     admissions: dict[str, list[tuple[str, AdmissionEntry]]] = field(default_factory=dict)
-    #: By the invitation's verify key.
+    #: Joins by the invitation's verify key.
     joins: dict[str, list[tuple[str, JoinEntry]]] = field(default_factory=dict)
-    #: Who left, and the hash of the join or admission that ended.
+    #: Peers that left, and the hash of the join or admission that ended.
     departures: set[tuple[str, str]] = field(default_factory=set)
-    #: By revoked peer: hash and signer.
+    #: Revocations (hash and signer) by revoked peer.
     revocations: dict[str, list[tuple[str, str]]] = field(default_factory=dict)
-    #: By revocation: signers.
+    #: Signers of readmissions, by revocation.
     readmissions: dict[str, list[str]] = field(default_factory=dict)
-    #: By invitation: signer and the peers that stay.
+    #: Ends of invitations (signer, and the peers that stay) by invitation.
     ends: dict[str, list[tuple[str, frozenset[str]]]] = field(default_factory=dict)
-    #: By owner: peers that it made owners.
+    #: By owner, the peers that it made owners.
     ownerships: dict[str, list[str]] = field(default_factory=dict)
     #: Every peer that has ever been an owner, by its distance from a founder.
     depths: dict[str, int] = field(default_factory=dict)
     owners: set[str] = field(default_factory=set)
-    #: By peer: time, hash and name of its own statements about its name.
+    #: By peer: time, hash and name of its statements about its name.
     renamings: dict[str, list[tuple[float, str, str]]] = field(default_factory=dict)
-    #: Since when peers have called themselves by a name.
+    #: Times since which peers have used a name.
     claims: dict[tuple[str, str], float] = field(default_factory=dict)
     found: dict[str, LoggedMember] = field(default_factory=dict)
 
@@ -192,10 +194,10 @@ class _Resolver:
             self.owners |= named
 
     def _live_revocations(self, peer: str) -> tuple[str, ...]:
-        """Hashes of the revocations of ``peer`` that count.
+        """Return the hashes of the revocations of ``peer`` that count.
 
-        Only those of owners count, and of an owner only those of owners nearer to a founder. They
-        outlast their signer's ownership; what ends them doesn't.
+        Only revocations by owners count, and for an owner only those by owners nearer to a founder.
+        They outlast their signer's ownership; readmissions do not.
         """
         depth = self.depths.get(peer, len(self.depths))
         entitled = {owner for owner, above in self.depths.items() if above < depth}
@@ -207,10 +209,10 @@ class _Resolver:
         )
 
     def _find_members(self) -> list[LoggedInvitation]:
-        """Walk from the founders to all whom members have admitted; returns the invitations."""
+        """Walk from the founders to all peers that members admitted; return the invitations."""
         self.found = dict(self.founders)
         invitations: list[LoggedInvitation] = []
-        # The earliest admission of a peer counts, so that nobody claims it by another one later.
+        # The earliest admission of a peer counts, so that nobody can claim it by a later one.
         queue = [(-1, one.peer, one) for one in self.founders.values()]
         while queue:
             _, peer, found = heapq.heappop(queue)
@@ -246,9 +248,9 @@ class _Resolver:
         self.claims[claim] = min(since, self.claims.get(claim, since))
 
     def _assign_names(self) -> None:
-        """Give each claim a name of its own, earlier ones first.
+        """Give each claim a unique name, earlier claims first.
 
-        A name stays when other members come, leave or are revoked, since their claims remain.
+        A name stays when other members join, leave or are revoked, since their claims remain.
         """
         for peer, renamings in self.renamings.items():
             if (member := self.found.get(peer)) is not None:
@@ -283,7 +285,7 @@ class _Resolver:
     def _count_joins(
         self, invitation: InvitationEntry, ends: Iterable[frozenset[str]]
     ) -> Iterator[tuple[str, JoinEntry]]:
-        """The joins that count: of the first ``max_uses`` peers."""
+        """Return the joins that count: those of the first ``max_uses`` peers."""
         used: set[str] = set()
         for entry_hash, join in self.joins.get(invitation.verify_key, ()):
             peer = peer_of_key(join.verify_key)
@@ -340,5 +342,5 @@ class _Resolver:
 
 
 def _order_time(at: float) -> float:
-    """A stated time for comparison; what is no time counts as the latest."""
+    """Return a stated time for comparison; an invalid time counts as the latest."""
     return at if math.isfinite(at) else math.inf

@@ -1,10 +1,10 @@
 """Pairing: a PC without a token asks to join, and a person compares two short codes.
 
-A man in the middle could offer keys of its own to both sides. So both sides show a code derived
-from the whole exchange, both public keys included, and a person compares them. The PC commits to a
-nonce before it sees the swarm's and reveals it afterwards: nobody can try keys until the codes
-agree, and each attempt has one chance in 10^8 (a *short authentication string*, as in ZRTP and in
-Bluetooth's numeric comparison).
+A man in the middle could offer its own keys to both sides. So both sides show a code derived from
+the whole exchange, including both public keys, and a person compares them. The PC commits to a
+nonce before it sees the swarm's and reveals it afterwards: nobody can search for keys with equal
+codes, and each attempt has a chance of 1 in 10^8 (a *short authentication string*, as in ZRTP and
+in Bluetooth's numeric comparison).
 
 :class:`PairingResponder` is the swarm's side, :class:`PairingInitiator` the joining PC's. Sans-IO;
 all times are in seconds.
@@ -35,21 +35,22 @@ from molink.wire.protocol import PROTOCOL
 from molink.wire.signing import derive_public_key
 
 CODE_DIGITS = 8
-#: Connections without a request yet, in all and from one address.
+#: Maximum connections without a request yet, in all and from one address.
 MAX_JOINERS = 32
 MAX_JOINERS_PER_ADDRESS = 4
-#: Requests that await a decision, in all and from one address.
+#: Maximum requests that await a decision, in all and from one address.
 MAX_PENDING = 8
 MAX_PENDING_PER_ADDRESS = 3
-#: From a connection to its code, and from there to the decision.
+#: Timeouts from a connection to its code, and from the code to the decision.
 HANDSHAKE_TIMEOUT_S = 10.0
 DECISION_TIMEOUT_S = 300.0
-#: Wrong codes after which all pending requests are refused.
+#: Number of wrong codes after which all pending requests are refused.
 MAX_WRONG_CODES = 3
-#: Attempts from one address, and in all: each has a chance of 1 in 10^8 to show a given code.
+#: Rate limits of attempts from one address, and in all: each attempt shows a given code with a
+#: probability of 1 in 10^8.
 ADDRESS_RATE_LIMIT = RateLimit(6, 0.1)
 OVERALL_RATE_LIMIT = RateLimit(16, 0.5)
-#: Addresses whose rate is tracked.
+#: Maximum addresses whose rate is tracked.
 _MAX_ADDRESS_BUCKETS = 256
 
 
@@ -67,7 +68,7 @@ class JoinerConnectedEvent:
 
 @dataclass(frozen=True, slots=True)
 class JoinerMessageReceivedEvent:
-    """A joiner sent a message; ``objection`` is why its key is inadmissible, if it is."""
+    """A joiner sent a message; ``objection`` says why its key is inadmissible, if it is."""
 
     joiner: int
     message: PairingClientMessage
@@ -85,7 +86,8 @@ class JoinerDisconnectedEvent:
 class PairingDecidedEvent:
     """A member admitted or refused the PC that shows ``code``.
 
-    ``verify_key`` is the key that the member has signed for; without one it only asks for the key.
+    ``verify_key`` is the key for which the member has signed; without one the member only asks for
+    the key.
     """
 
     code: str
@@ -127,7 +129,7 @@ class DisconnectJoinerAction:
 
 @dataclass(frozen=True, slots=True)
 class AdmitJoinerAction:
-    """The PC may become a member; then send it the result."""
+    """Make the PC a member, then send it the result."""
 
     joiner: int
     name: str
@@ -135,7 +137,7 @@ class AdmitJoinerAction:
 
 @dataclass(frozen=True, slots=True)
 class NameJoinerAction:
-    """Tell the member which key to sign for."""
+    """Tell the member for which key to sign."""
 
     name: str
     verify_key: str
@@ -143,7 +145,7 @@ class NameJoinerAction:
 
 @dataclass(frozen=True, slots=True)
 class ConfirmRefusalAction:
-    """Confirm that the PC of that name was refused."""
+    """Confirm that the PC with this name was refused."""
 
     name: str
 
@@ -173,7 +175,7 @@ PairingAction = (
 
 @dataclass(frozen=True, slots=True)
 class PairingRequest:
-    """A PC that awaits a decision since the time ``since`` of the responder's clock."""
+    """A PC that has awaited a decision since the time ``since`` of the responder's clock."""
 
     name: str
     code: str
@@ -198,7 +200,7 @@ class PairingResponder:
     """The swarm's side."""
 
     def __init__(self, swarm: str, name: str, public_key: str, now: float) -> None:
-        """``swarm`` is its id, ``public_key`` its coordinator's."""
+        """``swarm`` is the swarm's id, ``public_key`` its coordinator's key."""
         self._swarm, self._name, self._key = swarm, name, public_key
         self._joiners: dict[int, _Joiner] = {}
         #: Joiners that are not pending yet.
@@ -207,7 +209,7 @@ class PairingResponder:
         self._address_buckets: dict[str, TokenBucket] = {}
 
     def handle(self, event: PairingEvent, now: float) -> list[PairingAction]:
-        """Handle an event; returns the actions that follow."""
+        """Handle an event; return the resulting actions."""
         actions = self._expire_joiners(now)
         match event:
             case JoinerConnectedEvent():
@@ -323,7 +325,7 @@ class PairingResponder:
         return [one for one in joiners if one.address == address and one.state == "pending"]
 
     def _check_rate(self, address: str, now: float) -> PairingOutcome | None:
-        """Count an attempt; ``"busy"`` if the address, or all together, make too many."""
+        """Count an attempt; ``"busy"`` if the address, or all together, made too many."""
         own = self._address_buckets.pop(address, None) or TokenBucket(ADDRESS_RATE_LIMIT, now)
         self._address_buckets[address] = own
         if len(self._address_buckets) > _MAX_ADDRESS_BUCKETS:
@@ -345,7 +347,7 @@ class PairingResponder:
         if len(found) == 1:
             return self._apply_decision(found[0], event)
         if found:
-            # Indistinguishable, and no accident.
+            # The two are indistinguishable, which can't be an accident.
             actions = [action for one in found for action in self._reject_joiner(one, "refused")]
             text = f"{len(found)} PCs show {code}; all were refused. Run `molink join` again"
             return [*actions, ReportPairingErrorAction(text)]
@@ -394,7 +396,7 @@ class PairingInitiator:
         )
 
     def answer_challenge(self, challenge: Challenge) -> tuple[Reveal, str]:
-        """The answer to the swarm's challenge, and the code to show.
+        """Return the answer to the swarm's challenge, and the code to show.
 
         Raises:
             WireError: the swarm presents this PC's own key.
@@ -405,7 +407,7 @@ class PairingInitiator:
 
 
 def _is_own_key(message: Commitment) -> bool:
-    """Whether a PC signs with the key of which it shows the public half."""
+    """Whether a PC's verify key belongs to the public key that it shows."""
     try:
         return derive_public_key(message.verify_key) == message.public_key
     except ValueError:
@@ -413,20 +415,20 @@ def _is_own_key(message: Commitment) -> bool:
 
 
 def make_commitment(public_key: str, nonce: bytes) -> bytes:
-    """Hash that binds a PC to a nonce without revealing it."""
+    """Return a hash that binds a PC to a nonce without revealing it."""
     data = public_key.encode("ascii") + nonce
     return hashlib.blake2b(data, digest_size=32, person=b"molink-commit").digest()
 
 
 def short_code(commitment: Commitment, challenge: Challenge, nonce: bytes) -> str:
-    """The code of an exchange, such as ``4827-1931``: a hash over all its messages."""
+    """Return the code of an exchange, such as ``4827-1931``: a hash over all its messages."""
     exchange = msgspec.msgpack.encode((commitment, challenge, nonce))
     digest = hashlib.blake2b(exchange, digest_size=16, person=b"molink-code").digest()
     return _format_code(f"{int.from_bytes(digest, 'big') % 10**CODE_DIGITS:0{CODE_DIGITS}d}")
 
 
 def normalize_code(text: str) -> str | None:
-    """A typed code in the form of :func:`short_code`; ``None`` if it is invalid."""
+    """Convert a typed code to the form of :func:`short_code`; ``None`` if it is invalid."""
     digits = "".join(text.split()).replace("-", "")
     if len(digits) != CODE_DIGITS or not (digits.isascii() and digits.isdigit()):
         return None

@@ -1,4 +1,4 @@
-"""Sanitizes what peers report before people see it or other PCs connect to it."""
+"""Sanitizes peers' reports before people see them or other PCs use their addresses."""
 
 import math
 import re
@@ -14,27 +14,28 @@ from molink.wire.messages.instructions import PendingPairing
 from molink.wire.messages.peer_reports import PeerReport, PrefetchState, StageFailed
 
 _ADDRESS = re.compile(r"[A-Za-z0-9._:%-]{1,64}\Z")
-#: Characters of a name; a column of ``molink status`` has room for them.
+#: Maximum characters of a name, for which a column of ``molink status`` has room.
 _MAX_NAME_CHARS = 64
-#: What names of PCs consist of: letters of every language with their marks, digits, and these.
+#: Characters allowed in names of PCs, besides letters of every language with their marks, and
+#: digits.
 _NAME_CATEGORIES = frozenset({"Lu", "Ll", "Lt", "Lm", "Lo", "Mn", "Mc", "Nd"})
 _NAME_PUNCTUATION = frozenset("-_.'\N{RIGHT SINGLE QUOTATION MARK} ")
-#: Letters that are invisible or look like quotes and colons.
+#: Refused letters, which are invisible or look like quotes and colons.
 _UNUSUAL_LETTERS = re.compile(
     "[\u02b0-\u02ff\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u3164\ufe00-\ufe0f\uffa0"
     "\U000e0100-\U000e01ef]"
 )
-#: Ends the name of a further device of a PC.
+#: Suffix of the name of a PC's further device.
 _DEVICE = re.compile(r"/(?:cpu|cuda:[0-9]{1,2})(?:\.[0-9]{1,2})?\Z")
 _CODE = re.compile(r"[0-9]{4}-[0-9]{4}\Z")
-#: Characters of a reason; the header that carries it holds a ring's addresses too.
+#: Maximum characters of a reason; its header also holds a ring's addresses.
 MAX_REASON_CHARS = 512
 
 
 def sanitize_name(name: str, default: str) -> str:
-    """The name of a PC or swarm; ``default`` if nothing is left.
+    """Sanitize the name of a PC or swarm; ``default`` if nothing is left.
 
-    It keeps only characters of names, so that a name can't imitate the text around it.
+    Only characters allowed in names are kept, so that a name can't imitate the surrounding text.
     """
     device = _DEVICE.search(name)
     label = device[0] if device else ""
@@ -44,7 +45,7 @@ def sanitize_name(name: str, default: str) -> str:
 
 
 def add_number(name: str, number: int) -> str:
-    """A sanitized name with a number, which tells PCs of one name apart."""
+    """Add a number to a sanitized name, to distinguish PCs with the same name."""
     device = _DEVICE.search(name)
     end = f"-{number}{device[0] if device else ''}"
     return f"{name.removesuffix(device[0] if device else '')[: _MAX_NAME_CHARS - len(end)]}{end}"
@@ -55,17 +56,17 @@ def _is_of_name(character: str) -> bool:
 
 
 def quote_name(name: str) -> str:
-    """The name of a PC that is no member, for a sentence; it can't end the quotes."""
+    """Quote the name of a PC that is no member, for a sentence; it can't end the quotes."""
     return f'"{sanitize_name(name, "?")}"'
 
 
 def sanitize_label(text: str, default: str) -> str:
-    """A short text without control characters; ``default`` if nothing is left."""
+    """Return a short text without control characters; ``default`` if nothing is left."""
     return "".join(c for c in text if c.isprintable()).strip()[:_MAX_NAME_CHARS] or default
 
 
 def sanitize_pairings(pairings: tuple[PendingPairing, ...]) -> tuple[PendingPairing, ...]:
-    """Pending requests as the leader reports them, without those that have no valid code."""
+    """Sanitize the leader's pending requests; drop those without a valid code."""
     return tuple(
         msgspec.structs.replace(
             one,
@@ -78,7 +79,7 @@ def sanitize_pairings(pairings: tuple[PendingPairing, ...]) -> tuple[PendingPair
 
 
 def sanitize_report(report: PeerReport, peer: str, name: str) -> PeerReport:
-    """A report with printable texts and finite measurements, under the peer's unique name."""
+    """Return a report with printable texts, finite measurements and the peer's unique name."""
     device = report.device
     return msgspec.structs.replace(
         report,
@@ -134,7 +135,7 @@ def _sanitize_prefetch(prefetch: PrefetchState | None) -> PrefetchState | None:
 
 
 def sanitize_failure(message: StageFailed) -> StageFailed:
-    """A failure with a printable reason."""
+    """Return a failure with a printable reason."""
     return msgspec.structs.replace(message, reason=printable(message.reason)[:MAX_REASON_CHARS])
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import molink
 from molink.wire.protocol import PROTOCOL
 
-#: An incompatible peer that has not reported for this long, in seconds, counts as offline.
+#: Seconds without a report after which an incompatible peer counts as offline.
 REPORT_TIMEOUT_S = 5.0
 
 
@@ -21,12 +21,12 @@ class PeerVersion:
 
 
 def own_version() -> PeerVersion:
-    """The version that runs here."""
+    """Return the version that runs on this PC."""
     return PeerVersion(molink.__version__, PROTOCOL)
 
 
 def explain_mismatch(pc: PeerVersion, swarm: PeerVersion) -> str:
-    """Why ``pc`` is incompatible with the swarm, for its user; empty if it is compatible."""
+    """Tell the user of ``pc`` why it is incompatible with the swarm; empty if it is not."""
     if pc.protocol == swarm.protocol:
         return ""
     older = "this PC" if pc.protocol < swarm.protocol else "the other PCs, the leading one last,"
@@ -43,7 +43,7 @@ class IncompatiblePeers:
         self._seen: dict[str, tuple[PeerVersion, float]] = {}
 
     def check_version(self, peer: str, peer_version: PeerVersion, now: float) -> bool:
-        """Record a report; returns whether the peer may take part. ``now`` is monotonic seconds."""
+        """Record a report; return whether the peer may take part. ``now`` is monotonic seconds."""
         if explain_mismatch(peer_version, own_version()):
             self._seen[peer] = peer_version, now
             return False
@@ -51,7 +51,7 @@ class IncompatiblePeers:
         return True
 
     def list_active(self, now: float) -> dict[str, PeerVersion]:
-        """Versions of the excluded peers that still report."""
+        """List the versions of excluded peers that still report."""
         self._seen = {
             peer: seen for peer, seen in self._seen.items() if now - seen[1] <= REPORT_TIMEOUT_S
         }

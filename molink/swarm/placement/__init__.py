@@ -1,1 +1,1 @@
-"""Placement: which peer runs which layers; rings, links, partition and allocation."""
+"""Placement of layers on peers: rings, links, partition and allocation."""

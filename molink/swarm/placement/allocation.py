@@ -1,12 +1,13 @@
 """Allocates peers to deployments.
 
-Each peer belongs to one deployment. A serving deployment keeps its peers. One that lacks room takes
-unused ones: models' first deployments before second ones, large models before small ones, and none
-takes more than it needs while another lacks some. After its first peer it takes those with the
-shortest links to it for the bytes that they hold. The rest goes to the deployments with the least
-memory for their size. Devices of one PC go to the same deployment where possible, so that losing
-the PC breaks only one. Only a deployment that has lacked room for a while takes peers from serving
-ones, if those have room without them. Unused peers are then swapped so that near ones are together
+Each peer belongs to one deployment. A serving deployment keeps its peers. A deployment that lacks
+room takes unused peers: models' first deployments before second ones, large models before small
+ones, and none takes more than it needs while another one lacks room. After its first peer, it
+prefers peers with a short link time to that peer per byte that they hold. The remaining peers go to
+the deployments with the least memory relative to their size. Devices of one PC go to the same
+deployment if possible, so that the loss of the PC breaks only one. Only a deployment that has
+lacked room for a while takes peers from serving ones, and only if those have room without them.
+Unused peers are then swapped so that near peers are together
 (:mod:`molink.swarm.placement.swap_search`). Pure functions: equal inputs give equal results.
 """
 
@@ -30,14 +31,15 @@ from molink.swarm.placement.placement import (
 )
 from molink.swarm.placement.swap_search import SwapSearch
 
-#: A deployment: the model's name, and its number among those of the model.
+#: A deployment: the model's name and the deployment's number among those of the model.
 DeploymentKey = tuple[str, int]
 
 
 @dataclass(frozen=True, slots=True)
 class PeerDemand:
-    """A deployment's demand for peers. ``is_urgent``: it has lacked room for so long that others
-    yield."""
+    """A deployment's demand for peers. With ``is_urgent`` it has lacked room for so long that
+    others yield peers.
+    """
 
     key: DeploymentKey
     desired: DesiredModel
@@ -57,7 +59,7 @@ def allocate_peers(
     previous: Mapping[str, DeploymentKey],
     links: Links | None = None,
 ) -> dict[str, DeploymentKey]:
-    """The deployment of each peer; unusable peers are omitted.
+    """Allocate each peer to a deployment; unusable peers are omitted.
 
     ``offers`` are in joining order; ``previous`` is the last result. Without ``links`` only room
     counts.
@@ -68,7 +70,7 @@ def allocate_peers(
 
 
 def fits_model(desired: DesiredModel, offers: Iterable[Candidate]) -> bool:
-    """Whether a model fits these peers, links aside: the result of a placement, but faster."""
+    """Whether a model fits these peers, regardless of links: a placement's answer, but faster."""
     pins = dict(desired.pins)
     usable = [apply_pin(one, pins) for one in offers if not pins or one.peer in pins]
     usable = [one for one in usable if not explain_misfit(one.stage, desired.facts)]
@@ -96,7 +98,7 @@ def _fits_hosts(layers: int, hosts: Sequence[StageHost]) -> bool:
 
 
 def apply_pin(offer: Candidate, pins: Mapping[str, str]) -> Candidate:
-    """A peer's candidate for a model that is pinned to it."""
+    """Apply a pin to the candidate of the peer to which a model is pinned."""
     stage = pins.get(offer.peer, "auto")
     return offer if stage == "auto" else replace(offer, stage=stage)
 
@@ -112,7 +114,7 @@ class _PeerAllocation:
         links: Links,
     ) -> None:
         self.links = links
-        #: Room for each model on each peer, as far as computed.
+        #: Room for each model on each peer; filled on demand.
         self.hosts: dict[tuple[str, str], StageHost] = {}
         self.demands = {demand.key: demand for demand in demands}
         self.candidates = {one.peer: one for one in offers}
@@ -136,7 +138,7 @@ class _PeerAllocation:
             demand for demand in lacking if not (demand.is_urgent and self.displace_others(demand))
         ]
         for demand in lacking:
-            if demand.key[1] == 0:  # what is there waits with it for what is missing
+            if demand.key[1] == 0:  # its present devices wait for the missing ones
                 self.assign_peers(demand, self.free_peers(demand))
         for demand in self.by_priority:
             missing = demand.desired.target_stages - len(self.peers_of(demand))
@@ -148,7 +150,7 @@ class _PeerAllocation:
         return self.owners
 
     def improve_by_swaps(self) -> dict[str, DeploymentKey]:
-        """The same allocation with near peers together; used and promised peers stay."""
+        """Return the same allocation with near peers together; used and promised peers stay."""
         used = frozenset[str]().union(*(demand.used_peers for demand in self.demands.values()))
         models = {demand.key: demand.desired for demand in self.demands.values()}
         exchange = SwapSearch(
@@ -165,7 +167,7 @@ class _PeerAllocation:
         return [peer for peer, key in self.owners.items() if key == demand.key]
 
     def free_peers(self, demand: PeerDemand) -> list[str]:
-        """Unallocated peers that it may use."""
+        """Return the unallocated peers that a deployment may use."""
         return [
             peer
             for peer in self.candidates
@@ -184,10 +186,10 @@ class _PeerAllocation:
     def order_useful(
         self, demand: PeerDemand, peers: Iterable[str], more: Sequence[str] = ()
     ) -> list[str]:
-        """Sort peers by the time of their link per byte that they hold, among equally preferred.
+        """Sort peers by rank (:meth:`rank_peers`), then by link time per byte that they hold.
 
-        Links lead from the deployment's first peer, of which ``more`` are some. Without any, the
-        largest peers come first.
+        The link is the one from the deployment's first peer, or from the first of ``more`` if it
+        has none yet. If there is neither, the largest peers come first.
         """
         preference = self.rank_peers(demand, more)
         centre = next(iter((*self.peers_of(demand), *more)), None)
@@ -201,8 +203,11 @@ class _PeerAllocation:
     def rank_peers(
         self, demand: PeerDemand, more: Iterable[str]
     ) -> Callable[[str], tuple[bool, int]]:
-        """How much a deployment prefers a peer, the least first: previous ones, then by whose PC it
-        is: its own (with ``more``), no deployment's, another's."""
+        """Return a function that ranks peers for a deployment; lower ranks are preferred.
+
+        Previous peers come first. Then come the deployment's own PCs (with ``more``), PCs of no
+        deployment, and other deployments' PCs.
+        """
         own = {self.primary_peer(peer) for peer in (*self.peers_of(demand), *more)}
         used = {self.primary_peer(peer) for peer in self.owners}
 
@@ -250,9 +255,9 @@ class _PeerAllocation:
                 self.owners[peer] = key
 
     def grow_deployment(self, demand: PeerDemand) -> bool:
-        """Take needed free peers: the smallest one that is enough, else the most useful ones.
+        """Take needed free peers: the smallest one that is enough, otherwise the most useful ones.
 
-        Takes none if all of them are not enough.
+        Take none if all of them together are not enough.
         """
         free = self.free_peers(demand)
         for peer in self.order_smallest(demand, free):
@@ -286,7 +291,7 @@ class _PeerAllocation:
         return False
 
     def return_surplus(self, demand: PeerDemand, previous: Mapping[str, DeploymentKey]) -> None:
-        """Return peers that turned out not to be needed."""
+        """Give back peers that proved unnecessary."""
         for peer in self.peers_of(demand):
             if previous.get(peer) == demand.key or not self.has_room(demand, without=peer):
                 continue

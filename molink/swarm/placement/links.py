@@ -12,8 +12,8 @@ ASSUMED_RATE = 12.5e6
 #: Defaults between two devices of one PC: its loopback.
 LOCAL_LATENCY = 50e-6
 LOCAL_RATE = 1e9
-#: Maximum one-way latency within a local network, Wi-Fi included, in seconds. A nearby link is as
-#: fast in one direction as in the other; others cross two internet connections, which seldom are.
+#: Maximum one-way latency within a local network, including Wi-Fi, in seconds. A nearby link is
+#: equally fast in both directions; other links cross two internet connections, which seldom are.
 MAX_NEARBY_LATENCY = 0.005
 #: A measurement is significant if it differs from the last placement's value by this fraction, and
 #: latencies also by this many seconds: measurements jitter.
@@ -34,13 +34,13 @@ class Links:
         self._at_placement: dict[tuple[str, str], LinkFacts] = {}
         #: The primary peer of each further device.
         self._primary_peers: dict[str, str] = {}
-        #: Cache of :meth:`_find_access_rates`.
+        #: Cached result of :meth:`_find_access_rates`.
         self._access_rates: tuple[dict[str, float], dict[str, float]] | None = None
         #: Whether a value has changed significantly since then.
         self.has_changed = False
 
     def copy(self) -> "Links":
-        """The same measurements, with no placement made from them."""
+        """Return a copy of the measurements, without a placement made from them."""
         found = Links()
         found._measured = dict(self._measured)
         found._primary_peers = dict(self._primary_peers)
@@ -48,7 +48,9 @@ class Links:
         return found
 
     def set_primary_peer(self, peer: str, pc: str) -> None:
-        """``peer`` is a further device of the PC of ``pc``; empty: it is its PC's primary peer."""
+        """Record that ``peer`` is a further device of the PC of ``pc``; empty: it is the primary
+        peer.
+        """
         if pc:
             self._primary_peers[peer] = pc
         else:
@@ -62,7 +64,9 @@ class Links:
         rate: float | None,
         loss: float | None = None,
     ) -> None:
-        """Record that ``source`` has measured the link to ``target``; ``None``: not measured."""
+        """Record the measurements of ``source`` of the link to ``target``; ``None`` means not
+        measured.
+        """
         if latency is None and rate is None and loss is None:
             return
         old = self._measured.get((source, target), LinkFacts())
@@ -76,7 +80,7 @@ class Links:
             self.has_changed = True
 
     def drop_peer(self, peer: str) -> None:
-        """Drop a peer that is gone: it may return at another place."""
+        """Drop a peer that has left, since it may return at another place."""
         for known in (self._measured, self._at_placement):
             for pair in [pair for pair in known if peer in pair]:
                 del known[pair]
@@ -84,10 +88,11 @@ class Links:
         self._primary_peers.pop(peer, None)
 
     def latency_and_rate(self, source: str, target: str) -> tuple[float, float]:
-        """Latency and rate of that direction.
+        """Return latency and rate of one direction.
 
-        The other direction tells a missing latency, and a missing rate if the link is nearby. A
-        distant link of unknown rate is as fast as the sender's uplink and the receiver's downlink.
+        A missing latency, and for a nearby link a missing rate, is taken from the other direction.
+        A distant link of unknown rate is as fast as the sender's uplink and the receiver's downlink
+        allow.
         """
         latency, rate = self._latency(source, target), self._find_facts(source, target).rate
         if rate is None and latency > MAX_NEARBY_LATENCY:
@@ -99,7 +104,7 @@ class Links:
         return latency, assumed if rate is None else rate
 
     def loss(self, source: str, target: str) -> float:
-        """Share of packets that are lost in that direction, 0 if unknown."""
+        """Return the share of packets lost in one direction; 0 if unknown."""
         loss = self._find_facts(source, target).loss
         return (self._find_facts(target, source).loss or 0.0) if loss is None else loss
 
@@ -119,7 +124,7 @@ class Links:
         return self._primary_peers.get(one, one) == self._primary_peers.get(other, other)
 
     def _find_access_rates(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Each peer's uplink and downlink: its fastest distant link in that direction."""
+        """Find each peer's uplink and downlink rates: its fastest distant link per direction."""
         if self._access_rates is None:
             uplinks: dict[str, float] = {}
             downlinks: dict[str, float] = {}
@@ -131,7 +136,7 @@ class Links:
         return self._access_rates
 
     def with_newcomer(self, peer: str, others: Sequence[str]) -> "Links":
-        """A copy with one more peer whose links are like the others' median."""
+        """Return a copy with one more peer, whose links are like the others' median."""
         known = [
             facts for pair, facts in self._measured.items() if all(each in others for each in pair)
         ]
@@ -148,11 +153,11 @@ class Links:
         return found
 
     def is_measured(self, source: str, target: str) -> bool:
-        """Whether any measurement between them exists."""
+        """Whether any measurement between two peers exists."""
         return (source, target) in self._measured or (target, source) in self._measured
 
     def mark_placed(self) -> None:
-        """Mark the current values as those of the last placement."""
+        """Record the current values as those of the last placement."""
         self._at_placement = dict(self._measured)
         self.has_changed = False
 

@@ -1,7 +1,7 @@
 """Splits one contiguous range of layers over hosts: exact, for hosts in any order.
 
-All layers weigh the same, so order matters only at the model's ends: the first stage also holds the
-embedding, the last one the output head, which it also reads at every step.
+All layers cost the same, so order matters only at the model's ends: the first stage also holds the
+embedding, and the last one the output head, which it also reads at every step.
 """
 
 import heapq
@@ -12,7 +12,7 @@ from math import ceil, floor, inf
 
 from molink.facts.footprint import Footprint, MovableExperts
 
-#: Assignments of hosts to gaps that are tried exhaustively; the control plane waits meanwhile.
+#: Maximum assignments of hosts to gaps tried exhaustively, since the control plane waits meanwhile.
 MAX_ASSIGNMENTS = 256
 
 
@@ -20,34 +20,35 @@ MAX_ASSIGNMENTS = 256
 class StageCosts:
     """A stage's memory as a linear function of its layers, in bytes."""
 
-    #: Weights of a layer, and what else it needs: minimum KV, CUDA graphs.
+    #: Bytes of a layer's weights, and of its minimum KV and CUDA graphs.
     layer_weights: int
     layer_room: int
-    #: Extra bytes of the first stage (with a draft model) and of the last one, and those both
-    #: share.
+    #: Extra bytes of the first stage (including a draft model) and of the last one, and bytes that
+    #: both share.
     first: int
     last: int
     shared: int = 0
     #: Activations of any stage, and logits of the last one.
     stage: int = 0
     logits: int = 0
-    #: Bytes of a layer's weights that a step doesn't read: experts that no row chooses.
+    #: Bytes of a layer's weights that a step doesn't read, of experts that no row chooses.
     unread: int = 0
-    #: Experts that may lie in host memory, of so many layers, and the share of them that is read.
+    #: Experts that may lie in host memory, the number of layers with experts, and the share of
+    #: experts that is read.
     experts: MovableExperts | None = None
     layers: int = 0
     read_share: float = 1.0
-    #: Layers that the first stage has at least.
+    #: Minimum layers of the first stage.
     first_layers: int = 1
 
     @classmethod
     def from_footprint(
         cls, need: Footprint, tokens: int = 0, draft: int = 0, rows: int = 1
     ) -> "StageCosts":
-        """Costs as :meth:`~molink.facts.footprint.Footprint.min_bytes` sums them up.
+        """Create the costs that :meth:`~molink.facts.footprint.Footprint.min_bytes` sums.
 
-        Includes KV for ``tokens`` tokens, if that exceeds the minimum, and ``draft`` bytes of a
-        draft model in addition to the first stage. A decode step has ``rows`` rows.
+        They include KV for ``tokens`` tokens, if above the minimum, and ``draft`` bytes of a draft
+        model besides the first stage. A decode step has ``rows`` rows.
         """
         share = 1.0 if need.experts is None else need.experts.read_share(rows)
         experts = 0 if need.experts is None else need.experts.layer_bytes
@@ -69,20 +70,20 @@ class StageCosts:
         )
 
     def memory_needed(self, layers: int, *, opens: bool, closes: bool) -> int:
-        """Bytes that a stage of ``layers`` layers needs at least."""
+        """Return the minimum bytes of a stage of ``layers`` layers."""
         ends = self.first * opens + (self.last + self.logits) * closes
         shared = self.shared * (opens and closes)
         return layers * (self.layer_weights + self.layer_room) + ends - shared + self.stage
 
     def step_time(self, layers: int, rate: float, *, closes: bool) -> float:
-        """Duration of a decode step: each weight is read once, of experts only the chosen ones.
+        """Return the seconds of a decode step, which reads each weight and each chosen expert once.
 
         Embedding rows cost nothing.
         """
         return (layers * (self.layer_weights - self.unread) + self.last * closes) / rate
 
     def max_layers(self, memory: int, *, opens: bool, closes: bool) -> int:
-        """Most layers that fit ``memory`` bytes; negative if not even the ends fit."""
+        """Return the maximum layers that fit ``memory`` bytes; negative if the ends do not fit."""
         free = memory - self.memory_needed(0, opens=opens, closes=closes)
         layer = self.layer_weights + self.layer_room
         return free // layer if layer else (1 << 30 if free >= 0 else -1)
@@ -92,7 +93,7 @@ class StageCosts:
 class StageHost:
     """A peer that can hold any layers: usable bytes, and bytes/s at which it reads weights.
 
-    ``costs`` are the model's on its kind of device. ``step_overhead`` is the part of a step besides
+    ``costs`` are the model's on its kind of device. ``step_overhead`` is the time of a step besides
     reading weights, in seconds. Experts that don't fit may take ``host_memory`` bytes, which the
     CPU reads at ``host_rate`` bytes/s.
     """
@@ -106,7 +107,7 @@ class StageHost:
     host_rate: float = 0.0
 
     def max_layers(self, *, opens: bool = False, closes: bool = False) -> int:
-        """Most layers that it can hold."""
+        """Return the maximum layers that the host can hold."""
         count = self.costs.max_layers(self.memory, opens=opens, closes=closes)
         experts = self._movable_experts
         if experts is None:
@@ -122,7 +123,7 @@ class StageHost:
         return count
 
     def step_time(self, layers: int, *, opens: bool = False, closes: bool = False) -> float:
-        """Duration of a decode step of ``layers`` layers, in seconds."""
+        """Return the seconds of a decode step of ``layers`` layers."""
         seconds = self.step_overhead + self.costs.step_time(layers, self.rate, closes=closes)
         bend, steeper = self._find_bend(opens=opens, closes=closes)
         return seconds + max(0.0, layers - bend) * steeper if layers else seconds
@@ -132,7 +133,7 @@ class StageHost:
         return self._find_bend(opens=opens, closes=closes)[0] < layers
 
     def linear_time(self, *, opens: bool, closes: bool) -> "LinearTime":
-        """Its step time as a function of its layers, at that position in the ring."""
+        """Return the step time as a function of the layers, for a position in the ring."""
         fixed = self.step_time(0, closes=closes)
         cap = self.max_layers(opens=opens, closes=closes)
         per_layer = (self.costs.layer_weights - self.costs.unread) / self.rate
@@ -144,10 +145,11 @@ class StageHost:
         return self.costs.experts if self.host_memory > 0 and self.host_rate > 0 else None
 
     def _find_bend(self, *, opens: bool, closes: bool) -> tuple[float, float]:
-        """From how many layers on a layer takes longer, and by how many seconds.
+        """Find the number of layers from which a further layer takes longer, and by how many
+        seconds.
 
-        A layer beyond what fits moves as many bytes of experts, its own or others', to the slower
-        memory. What the device computes meanwhile isn't deducted.
+        A layer that doesn't fit moves as many bytes of experts, its own or other layers', to the
+        slower memory. Computation by the device meanwhile isn't deducted.
         """
         experts = self._movable_experts
         layer = self.costs.layer_weights + self.costs.layer_room
@@ -161,7 +163,7 @@ class StageHost:
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """Layers ``first:last`` to be split."""
+    """Layers ``first:last`` to split."""
 
     first: int
     last: int
@@ -189,10 +191,10 @@ class Split:
 def split_gaps(
     gaps: Sequence[Gap], hosts: Sequence[StageHost], floor: float = 0.0
 ) -> list[Split] | None:
-    """Assign *all* ``hosts`` to ``gaps`` and split each: the best of all assignments.
+    """Assign *all* ``hosts`` to ``gaps`` and split each gap; return the best of all assignments.
 
     ``floor`` (seconds) is as in :func:`split_gap`. With more than :data:`MAX_ASSIGNMENTS`, only a
-    greedy one is tried.
+    greedy assignment is tried.
     """
     best: tuple[float, float] | None = None
     result: list[Split] | None = None
@@ -211,7 +213,7 @@ def split_gaps(
 
 
 def _assignments(gaps: Sequence[Gap], hosts: Sequence[StageHost]) -> Iterator[tuple[int, ...]]:
-    """Assignments to try: the gap of each host."""
+    """Yield the assignments to try: the gap of each host."""
     if len(gaps) ** len(hosts) <= MAX_ASSIGNMENTS:
         yield from itertools.product(range(len(gaps)), repeat=len(hosts))
     else:
@@ -219,7 +221,7 @@ def _assignments(gaps: Sequence[Gap], hosts: Sequence[StageHost]) -> Iterator[tu
 
 
 def _assign_greedily(gaps: Sequence[Gap], hosts: Sequence[StageHost]) -> tuple[int, ...]:
-    """Assign the largest host to the gap that lacks most, repeatedly."""
+    """Repeatedly assign the largest host to the gap that lacks most."""
     lacking = [gap.layers for gap in gaps]
     slots = [gap.layers for gap in gaps]
     choice = [0] * len(hosts)
@@ -234,7 +236,7 @@ def _assign_greedily(gaps: Sequence[Gap], hosts: Sequence[StageHost]) -> tuple[i
 def _split_all(
     gaps: Sequence[Gap], groups: Sequence[Sequence[StageHost]], floor: float
 ) -> list[Split] | None:
-    """Split each gap; the slowest stage overall is then each one's floor."""
+    """Split each gap; the slowest stage of all then is the floor of each."""
     if not all(0 < len(group) <= gap.layers for gap, group in zip(gaps, groups, strict=True)):
         return None
     splits: list[Split] = []
@@ -248,10 +250,10 @@ def _split_all(
 
 
 def split_gap(gap: Gap, hosts: Sequence[StageHost], floor: float = 0.0) -> Split | None:
-    """Split ``gap`` among *all* ``hosts``: minimum slowest stage, then minimum total time.
+    """Split ``gap`` among *all* ``hosts``: minimize the slowest stage, then the total time.
 
-    A slowest stage below ``floor`` seconds gains nothing: another stage takes that long anyway.
-    ``None`` if memory is not enough. Ties go to the order of ``hosts``.
+    A slowest stage below ``floor`` seconds gains nothing, since another stage takes that long
+    anyway. ``None`` if memory is not enough. Ties are resolved by the order of ``hosts``.
     """
     best: Split | None = None
     for order in _orders(gap, hosts):
@@ -267,7 +269,7 @@ def split_gap(gap: Gap, hosts: Sequence[StageHost], floor: float = 0.0) -> Split
 
 
 def _orders(gap: Gap, hosts: Sequence[StageHost]) -> Iterator[list[StageHost]]:
-    """The distinct orders: which host opens and which closes the model."""
+    """Yield the distinct orders, given by the hosts that open and close the model."""
     count = len(hosts)
     openers = range(count) if gap.opens else (None,)
     closers = range(count - 1, -1, -1) if gap.closes else (None,)
@@ -303,7 +305,7 @@ def _split_in_order(gap: Gap, order: Sequence[StageHost], floor: float) -> Split
 class LinearTime:
     """A stage's time as a linear function of its layers, from ``min_layers`` to ``max_layers``.
 
-    From ``bend`` layers on a layer takes ``steeper`` seconds more than ``per_layer``.
+    From ``bend`` layers on, each layer takes ``steeper`` seconds more than ``per_layer``.
     """
 
     max_layers: int
@@ -314,18 +316,18 @@ class LinearTime:
     min_layers: int = 1
 
     def time_of(self, layers: int) -> float:
-        """Seconds of ``layers`` layers, at least one."""
+        """Return the seconds of ``layers`` layers, at least one."""
         seconds = self.fixed + layers * self.per_layer
         return seconds if layers <= self.bend else seconds + (layers - self.bend) * self.steeper
 
     def layer_s(self, layers: int) -> float:
-        """Seconds of the last of ``layers`` layers."""
+        """Return the seconds of the last of ``layers`` layers."""
         if layers <= self.bend:
             return self.per_layer
         return self.per_layer + min(1.0, layers - self.bend) * self.steeper
 
     def pieces(self) -> tuple[tuple[float, int], ...]:
-        """Seconds of a further layer, each with the number of layers up to which they hold."""
+        """Yield the seconds of a further layer and the number of layers up to which they apply."""
         if self.bend >= self.max_layers:
             return ((self.per_layer, self.max_layers),)
         flat = max(0, floor(self.bend))
@@ -333,7 +335,7 @@ class LinearTime:
         return ((self.per_layer, flat), steep) if flat else (steep,)
 
     def max_within(self, seconds: float) -> int:
-        """Most layers within ``seconds``, exactly as :meth:`time_of` computes them."""
+        """Return the maximum layers within ``seconds``, computed exactly as in :meth:`time_of`."""
         if self.time_of(self.max_layers) <= seconds:
             return self.max_layers
         if self.time_of(1) > seconds:
@@ -351,7 +353,10 @@ class LinearTime:
 
 
 def min_slowest_time(layers: int, stages: Sequence[LinearTime]) -> float:
-    """Slowest stage of the optimal split: each layer goes to the stage that finishes it first."""
+    """Return the slowest stage's time in the best split.
+
+    Each layer goes to the stage that finishes it first.
+    """
     counts = [stage.min_layers for stage in stages]
     heap = [
         (stage.time_of(stage.min_layers + 1), i)
@@ -372,7 +377,9 @@ def min_slowest_time(layers: int, stages: Sequence[LinearTime]) -> float:
 def split_layers(
     layers: int, stages: Sequence[LinearTime], ceiling: float = inf
 ) -> list[int] | None:
-    """Layers of each stage for the least total time, none over ``ceiling`` seconds."""
+    """Return each stage's layers for the minimum total time, with no stage over ``ceiling``
+    seconds.
+    """
     counts = [stage.min_layers for stage in stages]
     left = layers - sum(counts)
     most = [stage.max_within(ceiling) for stage in stages]
@@ -386,5 +393,5 @@ def split_layers(
 
 
 def order_pieces(stages: Iterable[tuple[int, LinearTime]]) -> list[tuple[float, int, int]]:
-    """Pieces of numbered stages' times, the fastest first: seconds, number, up to which layer."""
+    """Sort the pieces of numbered stages' times, fastest first: seconds, number, last layer."""
     return sorted((slope, i, upto) for i, stage in stages for slope, upto in stage.pieces())

@@ -1,19 +1,18 @@
-"""Places a model: which peer runs which layers.
+"""Places a model: decides which peer runs which layers.
 
-Every decode step reads all weights once, of experts the chosen ones, so a stage's time is its bytes
-over the peer's measured read rate plus a fixed overhead. Where experts don't fit a device but its
-PC's host memory, those are read at the CPU's rate. :mod:`molink.swarm.placement.ring_search` finds
-the peers, their order and their layers for the objective; each further stage costs a link. Two
-things take precedence:
+Every decode step reads all weights once, but only the chosen experts. So a stage's time is its
+bytes divided by the peer's measured read rate, plus a fixed overhead. Experts that don't fit a
+device, but fit its PC's host memory, are read at the CPU's rate.
+:mod:`molink.swarm.placement.ring_search` finds the peers, their order and their layers for the
+objective; each further stage costs a link. Two things take precedence:
 
 - A ring has :attr:`PlacementGoal.min_stages` stages, or as many as possible.
-- It has room for KV: memory is worth a link where that would be short.
+- It has room for KV: if KV room is short, memory is worth a further link.
 
 The serving ring stays unless another one is better by :data:`MIN_GAIN`, or only the other one has
-room for a conversation.
-
-If peers name their layers, membership is decided by hand: every ``auto`` peer takes part in the
-remaining layers, for the least slowest stage, regardless of links.
+room for a conversation. If peers name their layers, users decide who participates: every ``auto``
+peer takes some of the remaining layers, so that the slowest stage is as fast as possible,
+regardless of links.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -46,12 +45,12 @@ from molink.swarm.placement.rings import (
 
 #: Bound of the ring in :class:`molink.wire.messages.instructions.FormPipeline`.
 MAX_STAGES = 16
-#: Bytes/s assumed while no peer has measured its own: about one CPU core. Equal for all, it only
-#: affects displayed times.
+#: Bytes/s assumed while no peer has measured its own: about one CPU core. It is equal for all, so
+#: it affects only displayed times.
 ASSUMED_RATE = 10e9
-#: Default part of a step besides reading weights, in seconds.
+#: Default time of a step besides reading weights, in seconds.
 STEP_OVERHEAD_S = 0.0005
-#: A serving ring is replaced if another costs less by this fraction and this many seconds.
+#: Minimum saving, as a fraction and in seconds, for which a serving ring is replaced.
 MIN_GAIN = 0.1
 MIN_GAIN_S = 0.001
 #: Rows of the assumed micro-batch.
@@ -60,8 +59,8 @@ MICRO_BATCH_ROWS: dict[Objective, int] = {"latency": 1, "throughput": 16}
 _F32_BYTES = DTYPE_SIZES["f32"]
 _BF16_HINT = " (a CPU without bf16 computes in f32: its memory counts for less)"
 
-#: A ring has room for a conversation at any cost, if any ring has; beyond that, four times the room
-#: may raise the cost by this fraction …
+#: A ring must have room for a conversation at any cost, if any ring has. Beyond that, four times
+#: the room may raise the cost by this fraction …
 ROOM_WORTH = 0.25
 _ROOM_FACTOR = 4
 #: … up to room for this many streams of MIN_TOKENS tokens.
@@ -74,11 +73,12 @@ class Candidate:
     """A peer that could take a stage. ``stage`` is ``auto``, ``none`` or ``A-B``.
 
     ``memory`` in bytes, ``read_rate`` in bytes/s (0 = not measured). With dtype ``auto``, a CPU
-    without ``bf16`` takes four bytes per weight, except for those that stay ``narrow``; one with
-    ``blocks`` multiplies GGUF blocks directly. ``unreachable`` are peers it cannot connect to.
-    ``step_overhead`` is the part of a step besides reading weights, in seconds. ``primary_peer`` is
-    set for a further device of a PC. ``device`` is the product name. ``draft_bytes`` are needed
-    in addition to the first stage. ``expert_host`` is where experts may lie that don't fit.
+    without ``bf16`` needs four bytes per weight, except for weights that stay ``narrow``; one with
+    ``blocks`` multiplies GGUF blocks directly. ``unreachable`` are peers to which it cannot
+    connect. ``step_overhead`` is the time of a step besides reading weights, in seconds.
+    ``primary_peer`` is set for a further device of a PC. ``device`` is the product name.
+    ``draft_bytes`` are needed in addition to the first stage. ``expert_host`` may hold experts that
+    don't fit the device.
     """
 
     peer: str
@@ -102,7 +102,7 @@ class Candidate:
 def candidate_from_device(
     peer: str, name: str, device: Device, *, stage: str = "auto", primary_peer: str = ""
 ) -> Candidate:
-    """The candidate that a peer's measured device makes."""
+    """Create the candidate for a peer's measured device."""
     return Candidate(
         peer,
         name,
@@ -123,7 +123,7 @@ def candidate_from_device(
 
 @dataclass(frozen=True, slots=True)
 class PlacementGoal:
-    """What a placement optimizes, and its minimum number of stages if there are enough peers."""
+    """A placement's objective, and its minimum number of stages if there are enough peers."""
 
     objective: Objective = "latency"
     min_stages: int = 1
@@ -142,7 +142,7 @@ class PlacedStage:
 class Placement:
     """Stages in ring order; ``spare_peers`` are auto peers without layers.
 
-    ``kv_tokens`` is the number of tokens whose KV fits at least. ``round_trip_time`` and ``cost``
+    ``kv_tokens`` is the minimum number of tokens whose KV fits. ``round_trip_time`` and ``cost``
     are those of :class:`~molink.swarm.placement.rings.RingCandidate`, in seconds; 0 if peers named
     their layers.
     """
@@ -185,11 +185,11 @@ def place_model(
     serving: Sequence[tuple[str, LayerRange]] = (),
     askers: Mapping[str, float] | None = None,
 ) -> Placement | Unplaceable:
-    """Place a model over ``candidates``, which are in joining order and run it as in ``setup``.
+    """Place a model on ``candidates``, which are in joining order and run it as ``setup`` says.
 
-    Peers that name layers the model lacks get none. ``serving`` is the running ring, if any.
-    ``askers`` are the peers where people ask, with the number of their requests. If draft models do
-    not fit, the model is placed without them.
+    Peers that name layers beyond the model's get none. ``serving`` is the running ring, if any.
+    ``askers`` are the peers at which requests arrive, with the number of their requests. If draft
+    models do not fit, the model is placed without them.
     """
     misfits = {one.peer: why for one in candidates if (why := explain_misfit(one.stage, facts))}
     fitting = [one for one in candidates if one.peer not in misfits]
@@ -211,7 +211,7 @@ def place_model(
 
 
 def stage_setup(candidate: Candidate, common: StageSetup) -> StageSetup:
-    """How a peer would run a stage; ``common`` is the same for all peers."""
+    """Return how a peer would run a stage; ``common`` is the same for all peers."""
     kind: Literal["cpu", "cuda"] = "cuda" if candidate.cuda else "cpu"
     return replace(
         common,
@@ -232,9 +232,9 @@ def build_host(
     tokens: int = 0,
     rows: int = 1,
 ) -> StageHost:
-    """A peer's capacity for the model, with KV room for ``tokens`` tokens.
+    """Compute a peer's capacity for the model, with KV room for ``tokens`` tokens.
 
-    ``rate`` are the bytes/s at which it reads weights; a decode step has ``rows`` rows.
+    ``rate`` is the bytes/s at which it reads weights; a decode step has ``rows`` rows.
     """
     need = Footprint.of_stage(facts, stage_setup(candidate, common))
     costs = StageCosts.from_footprint(need, tokens, candidate.draft_bytes, rows)
@@ -251,12 +251,12 @@ def build_host(
 
 
 def row_bytes(facts: ModelFacts, dtype: str) -> int:
-    """Bytes of an unpacked row between stages."""
+    """Return the bytes of an unpacked row between stages."""
     return facts.hidden * DTYPE_SIZES.get(dtype, facts.element_bytes)
 
 
 def explain_misfit(stage: str, facts: ModelFacts) -> str:
-    """Why a stage can't have the layers that a peer names (``A-B``); empty if it can."""
+    """Explain why a stage can't have the layers that a peer names (``A-B``); empty if it can."""
     layers, whole = parse_layers(stage), (0, facts.first_layers)
     if layers is None:
         return ""
@@ -268,7 +268,9 @@ def explain_misfit(stage: str, facts: ModelFacts) -> str:
 
 
 def kv_room_steps(facts: ModelFacts, objective: Objective) -> list[int]:
-    """KV room to try in tokens, ascending: from the required minimum to the wanted maximum."""
+    """List the KV room to try in tokens, ascending from the required minimum to the desired
+    maximum.
+    """
     found = [min(facts.max_model_len, MIN_TOKENS)]
     most = _STREAMS[objective] * found[0]
     while found[-1] < most:
@@ -277,8 +279,7 @@ def kv_room_steps(facts: ModelFacts, objective: Objective) -> list[int]:
 
 
 def is_room_worth(tokens: int, cost: float, before: float) -> bool:
-    """Whether KV room for ``tokens`` is worth ``cost``, given the cost ``before`` of a quarter of
-    it."""
+    """Whether KV room for ``tokens`` is worth ``cost``; a quarter of it costs ``before``."""
     return tokens <= CONVERSATION_TOKENS or cost <= before * (1 + ROOM_WORTH)
 
 
@@ -334,7 +335,7 @@ class _Placer:
     # --- all peers are auto ----------------------------------------------------------------------
 
     def find_ring(self, serving: Sequence[tuple[str, LayerRange]]) -> Placement:
-        """The best ring, or the serving one if it is nearly as good."""
+        """Find the best ring, or keep the serving one if it is nearly as good."""
         link_times, ask_times = self.estimate_times()
         found: RingCandidate | None = None
         for tokens in kv_room_steps(self.facts, self.goal.objective):
@@ -360,7 +361,7 @@ class _Placer:
     def prefer_serving(
         self, task: RingTask, found: RingCandidate, serving: Sequence[tuple[str, LayerRange]]
     ) -> RingCandidate:
-        """The serving ring, unless ``found`` is worth a change."""
+        """Return the serving ring, unless ``found`` is worth a change."""
         index = {one.peer: i for i, one in enumerate(task.hosts)}
         if not serving or not all(peer in index for peer, _ in serving):
             return found
@@ -372,7 +373,7 @@ class _Placer:
         return found if gain >= max(MIN_GAIN * old.cost, MIN_GAIN_S) else old
 
     def estimate_times(self) -> tuple[LinkTimeTable, Sequence[float]]:
-        """Times of the links between auto peers, and of asking each of them."""
+        """Estimate the times of links between auto peers, and of requests to each of them."""
         peers = [one.peer for one in self.auto_candidates]
         link_times = estimate_link_times(
             peers,
@@ -384,7 +385,7 @@ class _Placer:
         return link_times, estimate_ask_times(peers, self.askers, self.links)
 
     def build_placement(self, task: RingTask, ring: RingCandidate, tokens: int) -> Placement:
-        """The placement of a ring."""
+        """Build the placement of a ring."""
         stages: list[PlacedStage] = []
         at = 0
         for i, count in zip(ring.order, ring.counts, strict=True):
@@ -400,7 +401,7 @@ class _Placer:
     # --- some peers name their layers ------------------------------------------------------------
 
     def place_named(self, layers: LayerRange, candidate: Candidate) -> PlacedStage:
-        """The stage of a peer that names its layers."""
+        """Place the stage of a peer that names its layers."""
         first, last = layers
         named = f"{candidate.name} (--stage {candidate.stage})"
         opens, closes = first == 0, last == self.facts.layers
@@ -419,7 +420,7 @@ class _Placer:
         return PlacedStage(candidate.peer, layers, seconds)
 
     def find_gaps(self) -> list[Gap]:
-        """Ranges between the named ones."""
+        """Find the ranges between the named ones."""
         if len(self.named_stages) > MAX_STAGES:
             raise _NoPlacementError(
                 f"{len(self.named_stages)} peers named layers; a ring has at most {MAX_STAGES}"
@@ -456,7 +457,7 @@ class _Placer:
         raise _NoPlacementError(self.explain_shortage(gaps))
 
     def host_selections(self, gaps: Sequence[Gap]) -> Iterable[list[StageHost]]:
-        """Sets of hosts to try, largest first; each in joining order."""
+        """Yield sets of hosts to try, largest first; each in joining order."""
         able = [host for host in self.auto_hosts if host.max_layers() >= 1]
         room = min(sum(gap.layers for gap in gaps), MAX_STAGES - len(self.named_stages))
         if len(able) > room:
@@ -475,7 +476,7 @@ class _Placer:
             at += count
 
     def explain_shortage(self, gaps: Sequence[Gap]) -> str:
-        """Why memory is not enough, with numbers and remedies."""
+        """Explain why memory is not enough, with figures and remedies."""
         costs = max((host.costs for host in self.auto_hosts), key=lambda one: one.layer_weights)
         needs = sum(
             costs.memory_needed(gap.layers, opens=gap.opens, closes=gap.closes) for gap in gaps
@@ -515,7 +516,7 @@ class _Placer:
         return isinstance(found, Placement)
 
     def smaller_quantization(self) -> Quantize | None:
-        """The mildest quantization with which a placement would exist, if any."""
+        """Return the quantization with the least loss for which a placement would exist, if any."""
         for mode in smaller_modes(self.facts, self.setup):
             found = place_model(self.facts, self.candidates, replace(self.setup, quantize=mode))
             if isinstance(found, Placement):

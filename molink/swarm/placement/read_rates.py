@@ -1,11 +1,11 @@
 """Effective weight-read rates of peers, as their stages measured them, for placement.
 
-A device states how fast it reads memory; a loaded stage has measured how long its steps take
-(``T_d``), and a serving one how much longer they take now: a game runs, a laptop is hot, or the
-profile was measured on a busy PC. Loaded stages' measurements count in every later placement.
-
-A rate is *confirmed* once a stage's steps have been equally slow for :data:`SLOWDOWN_HOLD`. Only
-confirmed rates cause a placement, and only they tell devices of one kind apart.
+A device states how fast it reads memory. A loaded stage has measured how long its steps take
+(``T_d``), and a serving stage measures how much longer they take now, because a game runs, a laptop
+is hot, or the profile was measured on a busy PC. Loaded stages' measurements count in every later
+placement. A rate is *confirmed* when a stage's steps have been equally slow for
+:data:`SLOWDOWN_HOLD`. Only confirmed rates cause a placement, and only they distinguish devices of
+one kind.
 """
 
 from collections import defaultdict
@@ -18,28 +18,29 @@ from molink.facts.model import LayerRange, ModelFacts
 from molink.swarm.placement.placement import Candidate, build_host
 from molink.util.change_detector import differs
 
-#: A slowdown counts once it has been constant for this long, in seconds …
+#: Seconds for which a slowdown must be constant before it counts …
 SLOWDOWN_HOLD = 60.0
-#: … and expires this long after its last report, in seconds: games end.
+#: … and seconds after its last report when it expires, since games end.
 SLOWDOWN_TTL = 900.0
-#: Slowdowns that differ by less than this fraction count as constant.
+#: Fraction below which different slowdowns count as constant.
 _SLOWDOWN_TOLERANCE = 0.1
-#: A rate is significant if it differs from the last placement's by this fraction.
+#: Fraction by which a rate must differ from the last placement's to be significant.
 _RELATIVE_CHANGE = 0.25
-#: Devices of one kind count as equal up to this ratio of their rates. Stages of one CPU have rates
-#: of 15.5 and 10.1 GB/s with and without the output layer (8 of 30 layers in 3.1 ms, 22 in 4.8 ms).
+#: Ratio of rates up to which devices of one kind count as equal. Stages of one CPU have rates of
+#: 15.5 and 10.1 GB/s with and without the output layer (8 of 30 layers in 3.1 ms, 22 in 4.8 ms).
 _MAX_RATIO = 1.6
-#: A decode step shorter than this many step overheads does not reveal the read rate.
+#: Step overheads that a decode step must exceed to reveal the read rate.
 _MIN_OVERHEADS = 4.0
 
 
 def measured_rate(
     facts: ModelFacts, candidate: Candidate, common: StageSetup, layers: LayerRange, seconds: float
 ) -> float:
-    """Bytes/s at which a peer reads weights if a decode step of these layers takes ``seconds``.
+    """Return the bytes/s at which a peer reads weights if a decode step of layers takes
+    ``seconds``.
 
-    One time can't tell the rates of two memories apart: with experts in host memory the stated rate
-    changes as much as the time differs from the predicted one.
+    One time can't determine the rates of two memories. So with experts in host memory, the stated
+    rate is scaled by the ratio of the predicted to the measured time.
     """
     count, opens, closes = layers[1] - layers[0], layers[0] == 0, layers[1] == facts.layers
     host = build_host(facts, candidate, common, candidate.read_rate or 1.0)
@@ -57,10 +58,10 @@ def is_significant(candidate: Candidate, seconds: float) -> bool:
 
 @dataclass(slots=True)
 class _MeasuredRate:
-    """Of one peer: ``rate`` in bytes/s by its stage's profile.
+    """One peer's ``rate`` in bytes/s by its stage's profile.
 
-    ``confirmed`` is its confirmed rate (0: none), perhaps of an earlier stage; ``is_slowed``:
-    slower than that stage's profile, which may end.
+    ``confirmed`` is its confirmed rate (0: none), perhaps of an earlier stage; ``is_slowed`` means
+    that it is slower than that stage's profile, which may end.
     """
 
     profile: object
@@ -69,7 +70,7 @@ class _MeasuredRate:
     is_slowed: bool = False
     #: When it last reported as a serving peer.
     reported_at: float = 0.0
-    #: The reported value, and since when it has been constant.
+    #: The reported slowdown, and the time since which it has been constant.
     trial_slowdown: float = 0.0
     trial_since: float = 0.0
 
@@ -98,7 +99,7 @@ class ReadRates:
     def record_slowdown(self, peer: str, slowdown: float, now: float) -> None:
         """Record that a stage's steps take ``slowdown`` times as long as its profile says.
 
-        0: it serves, but has not measured any lately.
+        0 means that it serves, but has not measured a slowdown lately.
         """
         known = self._measured.get(peer)
         if known is None:
@@ -114,7 +115,7 @@ class ReadRates:
             self._compare_rate(peer)
 
     def drop_peer(self, peer: str) -> None:
-        """Drop a peer that is gone: it may return on other hardware."""
+        """Drop a peer that has left, since it may return on other hardware."""
         self._measured.pop(peer, None)
         self._at_placement.pop(peer, None)
 
@@ -129,9 +130,9 @@ class ReadRates:
         """Replace the devices' stated read rates with measured ones.
 
         A stage reads more slowly than its device states, so unmeasured peers are scaled like
-        measured ones; otherwise any newcomer would look faster. Devices of one kind count as the
-        fastest of them, since other load on a PC only makes it slower, except those whose confirmed
-        rate is far lower.
+        measured ones; otherwise any newcomer would look faster. Devices of one kind count as fast
+        as the fastest of them, since other load on a PC only makes it slower, except those whose
+        confirmed rate is far lower.
         """
         candidates = _equalize_rates(candidates)
         shares: dict[bool, list[float]] = defaultdict(list)
@@ -150,12 +151,12 @@ class ReadRates:
         return _equalize_rates(rated, confirmed)
 
     def rate_of(self, peer: str) -> float | None:
-        """Bytes/s; ``None`` if not measured."""
+        """Return the rate in bytes/s; ``None`` if not measured."""
         known = self._measured.get(peer)
         return None if known is None else known.confirmed or known.rate
 
     def mark_placed(self, candidates: Sequence[Candidate]) -> None:
-        """Mark the rates of these candidates as those of the last placement."""
+        """Record the rates of these candidates as those of the last placement."""
         self._at_placement = {
             one.peer: self.rate_of(one.peer) or one.read_rate for one in candidates
         }

@@ -1,9 +1,9 @@
-"""Swaps peers between deployments where that makes their rings cheaper: near peers together.
+"""Swaps peers between deployments to make their rings cheaper, so that near peers are together.
 
-:mod:`molink.swarm.placement.allocation` considers room alone. Here two deployments swap peers, or
-one gives peers to the other, while the rings that a placement would make of them get cheaper. Each
-step is the best one available. Deployments with more peers than the exact ring search handles stay
-unchanged.
+:mod:`molink.swarm.placement.allocation` considers only room. Here two deployments swap peers, or
+one gives peers to the other, as long as the rings that a placement would build from them get
+cheaper. Each step is the best one available. Deployments with more peers than the exact ring search
+handles stay unchanged.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -23,17 +23,17 @@ from molink.swarm.placement.placement import (
 )
 from molink.swarm.placement.ring_search import MAX_EXACT_PEERS
 
-#: Budget of the search in subsets of the evaluated peer sets: about half a second of one core,
-#: which blocks the coordinator.
+#: Budget of the search, in subsets of the evaluated peer sets: about half a second of one core, for
+#: which the coordinator is blocked.
 _MAX_SUBSETS = 1 << 11
-#: Rings for ``throughput`` take this many times as long.
+#: Factor by which rings for ``throughput`` take longer to evaluate.
 _THROUGHPUT_FACTOR = 8
 _Key = tuple[str, int]
 
 
 @dataclass(frozen=True, slots=True)
 class _RingValue:
-    """Value of a deployment's peers: log of its ring's cost, and KV room."""
+    """Value of a deployment's peers: the logarithm of its ring's cost, and its KV room."""
 
     log_cost: float
     kv_tokens: int
@@ -49,7 +49,7 @@ class SwapSearch:
         links: Links,
         may_use: Callable[[_Key, str], bool],
     ) -> None:
-        """``offers`` by peer; ``may_use`` tells whether a deployment may use a peer."""
+        """``offers`` are by peer; ``may_use`` says whether a deployment may use a peer."""
         self._models, self._candidates, self._links = models, offers, links
         self._may_use = may_use
         self._subsets_left = _MAX_SUBSETS
@@ -58,9 +58,8 @@ class SwapSearch:
     def improve_allocation(
         self, owners: Mapping[str, _Key], movable: Collection[str]
     ) -> dict[str, _Key]:
-        """The improved allocation, moving only ``movable`` peers.
-
-        All devices of a PC move together.
+        """Return the improved allocation; only ``movable`` peers move, all devices of a PC
+        together.
         """
         found = dict(owners)
         while (better := self._best_swap(found, movable)) is not None:
@@ -70,7 +69,7 @@ class SwapSearch:
     def _best_swap(
         self, owners: dict[str, _Key], movable: Collection[str]
     ) -> dict[str, _Key] | None:
-        """The allocation after the most valuable swap, if one is worth it."""
+        """Return the allocation after the most valuable swap, if one is worth it."""
         best, most = None, -log(1 - MIN_GAIN)
         few = [key for key in self._models if [*owners.values()].count(key) <= MAX_EXACT_PEERS]
         for one, other in combinations(few, 2):
@@ -87,7 +86,7 @@ class SwapSearch:
     def _swaps(
         self, one: _Key, other: _Key, owners: dict[str, _Key], movable: Collection[str]
     ) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
-        """Peers that each side gives: at most two PCs, small swaps first."""
+        """Yield the peers that each side gives: at most two PCs, small swaps first."""
         here = [
             pc for pc in self._movable_pcs(one, owners, movable) if self._may_use_all(other, pc)
         ]
@@ -103,7 +102,7 @@ class SwapSearch:
     def _movable_pcs(
         self, key: _Key, owners: dict[str, _Key], movable: Collection[str]
     ) -> list[tuple[str, ...]]:
-        """PCs of a deployment whose devices may all move."""
+        """Return a deployment's PCs whose devices may all move."""
         pcs: dict[str, list[str]] = {}
         for peer, offer in self._candidates.items():
             pcs.setdefault(offer.primary_peer or peer, []).append(peer)
@@ -124,7 +123,7 @@ class SwapSearch:
         here: tuple[str, ...],
         there: tuple[str, ...],
     ) -> bool:
-        """Whether both keep at least as many peers as their target stages."""
+        """Whether both deployments keep at least as many peers as their target stages."""
         more = len(there) - len(here)
         for key, change in ((one, more), (other, -more)):
             count = sum(each == key for each in owners.values())
@@ -138,7 +137,7 @@ class SwapSearch:
         old: tuple[_RingValue | None, _RingValue | None],
         owners: dict[str, _Key],
     ) -> float:
-        """Decrease of the summed log cost; 0 if one of them lacks room."""
+        """Return the decrease of the summed log cost; 0 if a deployment lacks room."""
         gain = 0.0
         for key, before in zip(keys, old, strict=True):
             after = self._ring_value(key, owners)
@@ -148,7 +147,9 @@ class SwapSearch:
         return gain
 
     def _ring_value(self, key: _Key, owners: dict[str, _Key]) -> _RingValue | None:
-        """Value of a deployment with its peers in ``owners``; ``None``: no ring."""
+        """Return the value of a deployment with its peers in ``owners``; ``None`` if there is no
+        ring.
+        """
         peers = frozenset(peer for peer, each in owners.items() if each == key)
         name = key[0], peers
         if name not in self._cache:
@@ -173,5 +174,5 @@ class SwapSearch:
 
 
 def _small_subsets(pcs: list[tuple[str, ...]]) -> list[tuple[tuple[str, ...], ...]]:
-    """All subsets of at most two PCs."""
+    """Yield all subsets of at most two PCs."""
     return [gift for count in range(3) for gift in combinations(pcs, count)]
