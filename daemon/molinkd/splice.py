@@ -10,6 +10,9 @@ from typing import Any
 #: bounded.
 CHUNK_BYTES = 1 << 16
 
+#: Ends a connection to a PC that has vanished after a minute; seconds and attempts.
+_KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
+
 Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 #: Waits until this number of bytes conforms to the rate limit.
 RateLimit = Callable[[int], Awaitable[None]]
@@ -46,14 +49,22 @@ async def _copy_stream(
             await writer.drain()
 
 
+def keep_alive(connection: socket.socket) -> None:
+    """Have a TCP connection end soon after the other PC has vanished."""
+    with contextlib.suppress(OSError):  # not TCP, or closed
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in _KEEPALIVE.items():
+            if hasattr(socket, name):
+                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
 async def open_stream(connection: socket.socket) -> Stream:
     """A stream that owns a connected socket.
 
     Raises:
         OSError: The socket was closed.
     """
-    with contextlib.suppress(OSError):
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    keep_alive(connection)
     try:
         return await asyncio.open_connection(sock=connection, limit=CHUNK_BYTES)
     except OSError:

@@ -94,7 +94,9 @@ async def query_leader(
 ) -> LeaderView | None:
     """The first reply from any of the peer's addresses, or by a call; ``None`` without one."""
     asking = [
-        asyncio.ensure_future(_query_address(context, keys, info, one, request, REPLY_TIMEOUT_S))
+        asyncio.ensure_future(
+            _query_address(context, keys, info, one, request, REPLY_TIMEOUT_S, is_refused(one))
+        )
         for one in endpoints(info.addresses, info.control_port)
     ]
     calling = None
@@ -128,7 +130,8 @@ async def _call_peer(
     if not address:
         return None
     timeout = rendezvous.stretch_timeout(REPLY_TIMEOUT_S)
-    return await _query_address(context, keys, info, address, request, timeout, is_local=True)
+    refused = rendezvous.wait_failed(info.peer)
+    return await _query_address(context, keys, info, address, request, timeout, refused)
 
 
 async def _query_address(
@@ -138,25 +141,20 @@ async def _query_address(
     address: str,
     request: LeaderRequest,
     timeout: float,
-    *,
-    is_local: bool = False,
+    refused: Coroutine[None, None, object],
 ) -> LeaderView | None:
-    """The reply from one address; ``None`` without one.
-
-    ``is_local``: it is an endpoint of this PC for another one, and refuses nothing.
-    """
+    """The reply from one address; ``None`` without one, or once ``refused`` returns true."""
     client: Client[ControlMessage] = Client(
         context, keys, control_codec(), info.public_key, (address,), name=info.name
     )
     try:
         client.start()
         asking = asyncio.ensure_future(client.send_request(request, timeout=timeout))
-        refusing = None if is_local else asyncio.ensure_future(is_refused(address))
+        refusing = asyncio.ensure_future(refused)
         try:
-            if refusing is not None:
-                await asyncio.wait((asking, refusing), return_when=asyncio.FIRST_COMPLETED)
-                if not asking.done() and refusing.result():
-                    return None  # refused: no need to wait
+            await asyncio.wait((asking, refusing), return_when=asyncio.FIRST_COMPLETED)
+            if not asking.done() and refusing.result():
+                return None  # no need to wait
             reply, _ = await asking
         finally:
             await cancel_tasks(asking, refusing)

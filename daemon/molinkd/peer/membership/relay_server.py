@@ -81,6 +81,8 @@ class RelaySession:
     waiting: list[Stream] = field(default_factory=list)
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
     tasks: set[asyncio.Task[Any]] = field(default_factory=set)
+    #: Nobody has waited when called.
+    is_gone: bool = False
 
     @property
     def num_connections(self) -> int:
@@ -179,7 +181,7 @@ class MeetingServer(ABC):
             # Only the newest connection is sure to be alive: routers drop idle ones.
             for _, writer in session.waiting:
                 writer.transport.abort()
-            session.waiting[:] = [stream]
+            session.waiting[:], session.is_gone = [stream], False
             session.arrived.set()
         else:
             self._spawn(self._join_ends(session, stream, claim), session.tasks)
@@ -208,7 +210,7 @@ class MeetingServer(ABC):
                 session.arrived.clear()
                 await session.arrived.wait()
             other = session.waiting.pop()
-            if not other[1].is_closing() and not other[0].at_eof():
+            if is_alive(other):
                 return other
             other[1].transport.abort()
 
@@ -322,6 +324,11 @@ class RelayServer(MeetingServer):
         ):
             raise WireError("wrong relay secret")
         return id, claim
+
+
+def is_alive(stream: Stream) -> bool:
+    """Whether neither side has closed a connection, by what is known here."""
+    return not stream[1].is_closing() and not stream[0].at_eof()
 
 
 def _abort_if_cancelled(stream: Stream, task: asyncio.Task[Any]) -> None:

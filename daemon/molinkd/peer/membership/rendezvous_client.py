@@ -28,11 +28,18 @@ from molinkd.peer.membership.relay_ends import (
     CONNECT_TIMEOUT_S,
     accept_local,
     await_other_end,
-    connect_any,
     spawn_in,
 )
 from molinkd.peer.membership.relay_server import authenticate_end
-from molinkd.splice import Stream, close_after, listen_on_free_port, open_stream, splice_streams
+from molinkd.splice import (
+    CHUNK_BYTES,
+    Stream,
+    close_after,
+    keep_alive,
+    listen_on_free_port,
+    open_stream,
+    splice_streams,
+)
 from molinkd.tasks import cancel_tasks
 
 log = logging.getLogger(__name__)
@@ -44,6 +51,8 @@ _FAILURES_TO_REPORT = 3
 #: Round trips to the rendezvous until a call is answered: two to be joined, and six to a peer that
 #: is as far from it, two thirds more for delays; and the longest timeout in seconds.
 _ROUND_TRIPS, MAX_TIMEOUT_S = 20, 3.0
+#: When a further address of its name is tried, in seconds.
+_OTHER_FAMILY_DELAY_S = 0.25
 #: How long a failed call keeps its local connection, in seconds: libzmq would call again at once.
 _FAILURE_PAUSE_S = 0.5
 #: Calls at once, and those that this PC answers at once: more than a rendezvous joins with it.
@@ -75,8 +84,9 @@ class RendezvousClient:
         self._calls: set[asyncio.Task[Any]] = set()
         self._answered: set[asyncio.Task[Any]] = set()
         self._registering: asyncio.Task[None] | None = None
-        #: Why the last call of a peer failed.
+        #: Why the last call of a peer failed, and who waits for such a failure.
         self._failures: dict[str, str] = {}
+        self._waiters: dict[str, set[asyncio.Future[str]]] = {}
         #: Peers that were last reached by a call only.
         self._called_only: set[str] = set()
         #: Whether this PC is registered.
@@ -128,6 +138,18 @@ class RendezvousClient:
         """Why the last call of ``peer`` failed; empty if it did not."""
         return self._failures.get(peer, "")
 
+    async def wait_failed(self, peer: str) -> str:
+        """Wait until a call of ``peer`` fails; returns why."""
+        waiter: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        waiters = self._waiters.setdefault(peer, set())
+        waiters.add(waiter)
+        try:
+            return await waiter
+        finally:
+            waiters.discard(waiter)
+            if not waiters:
+                self._waiters.pop(peer, None)
+
     def record_reached(self, peer: str, *, by_call: bool) -> None:
         """Record how a peer was reached."""
         (self._called_only.add if by_call else self._called_only.discard)(peer)
@@ -143,14 +165,20 @@ class RendezvousClient:
         try:
             far = await self._connect_peer(peer, wanted)
         except (OSError, EOFError, Unavailable) as error:
-            self._failures[peer] = self._explain(error)
-            log.debug("can't call %s: %s", peer, self._failures[peer])
+            self._record_failure(peer, self._explain(error))
             await asyncio.sleep(_FAILURE_PAUSE_S)
         else:
             self._failures.pop(peer, None)
             await splice_streams(local, far)
         finally:
             local[1].transport.abort()
+
+    def _record_failure(self, peer: str, reason: str) -> None:
+        log.debug("can't call %s: the rendezvous %s", peer, reason)
+        self._failures[peer] = reason
+        for waiter in self._waiters.get(peer, ()):
+            if not waiter.done():
+                waiter.set_result(reason)
 
     async def _connect_peer(self, peer: str, wanted: bytes) -> Stream:
         """A connection to one of a peer's sockets.
@@ -162,7 +190,7 @@ class RendezvousClient:
         id = session_of_peer(peer)
         shared = derive_session_secret(self.address.secret, "calls", id)
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
-            stream = await connect_any([self.address.host], self.address.port)
+            stream = await self._connect()
             try:
                 await authenticate_end(stream, id, "calls", shared)
                 stream[1].write(wanted)
@@ -175,6 +203,21 @@ class RendezvousClient:
                 stream[1].transport.abort()
                 raise
         return stream
+
+    async def _connect(self) -> Stream:
+        """A connection to the rendezvous, by IPv6 or IPv4.
+
+        Raises:
+            OSError: It is unreachable.
+        """
+        reader, writer = await asyncio.open_connection(
+            self.address.host,
+            self.address.port,
+            limit=CHUNK_BYTES,
+            happy_eyeballs_delay=_OTHER_FAMILY_DELAY_S,
+        )
+        keep_alive(writer.get_extra_info("socket"))
+        return reader, writer
 
     def _explain(self, error: Exception) -> str:
         if isinstance(error, TimeoutError):
@@ -222,7 +265,7 @@ class RendezvousClient:
         """
         loop = asyncio.get_running_loop()
         began = loop.time()
-        stream = await connect_any([self.address.host], self.address.port)
+        stream = await self._connect()
         self._round_trip = loop.time() - began
         try:
             nonce = await stream[0].readexactly(NONCE_BYTES)

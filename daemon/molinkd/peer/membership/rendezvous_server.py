@@ -35,6 +35,7 @@ from molinkd.peer.membership.relay_server import (
     RATE_LIMIT,
     MeetingServer,
     RelaySession,
+    is_alive,
 )
 from molinkd.splice import Stream, listen_on_free_port, splice_streams
 
@@ -42,8 +43,9 @@ log = logging.getLogger(__name__)
 
 #: Connections in all, sessions, and callers of one peer: a swarm of 64 PCs has a connection each.
 MAX_CONNECTIONS, MAX_SESSIONS, MAX_CALLERS = 512, 256, 128
-#: Time for a registered peer to wait again after a call, in seconds.
-REGISTER_GAP_S = 3.0
+#: Time for a registered peer to wait again: after a call, and after it has closed its connection,
+#: in seconds.
+REGISTER_GAP_S, RENEW_GAP_S = 3.0, 0.5
 #: Idle time after which a session is closed, in seconds; a registered peer renews it sooner.
 UNUSED_TIMEOUT_S = 60.0
 #: Distinguishes sessions of peers from those of routes.
@@ -105,7 +107,8 @@ class RendezvousServer(MeetingServer):
             raise WireError("wrong rendezvous secret or key")
         if claim in ("registers", "calls"):
             id |= _PEERS
-        if claim == "calls" and id not in self._sessions:
+        session = self._sessions.get(id)
+        if claim == "calls" and (session is None or session.is_gone):
             await _refuse_call(stream)
             raise WireError("a call of a peer that isn't registered")
         return id, claim
@@ -148,11 +151,13 @@ class RendezvousServer(MeetingServer):
         if claim != "calls":
             await super()._join_ends(session, stream, claim)
             return
+        has_closed = bool(session.waiting) and not any(map(is_alive, session.waiting))
         try:
             try:
-                async with asyncio.timeout(REGISTER_GAP_S):
+                async with asyncio.timeout(RENEW_GAP_S if has_closed else REGISTER_GAP_S):
                     other = await self._pop_waiting(session)
             except TimeoutError:
+                session.is_gone = True
                 await _refuse_call(stream)
                 return
             stream[1].write(JOINED)

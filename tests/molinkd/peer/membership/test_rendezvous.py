@@ -207,6 +207,24 @@ async def test_a_registered_peer_that_vanished(
     calling, nonce = await bench.visit()
     calling[1].write(prove(bench.peer, "calls", nonce) + COORDINATOR)
     assert await ended(calling) == NOBODY
+    # From then on it is gone at once, until it registers again.
+    monkeypatch.setattr(module, "REGISTER_GAP_S", 1e6)
+    calling, nonce = await bench.visit()
+    calling[1].write(prove(bench.peer, "calls", nonce) + COORDINATOR)
+    assert await ended(calling) == NOBODY
+    await bench.register()
+    assert await talk(await bench.call()) == b"L"
+
+
+async def test_a_registered_peer_that_ended(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rendezvous knows; a query of it ends as soon."""
+    monkeypatch.setattr(module, "REGISTER_GAP_S", 1e6)
+    monkeypatch.setattr(module, "RENEW_GAP_S", 0.05)
+    await bench.register()
+    await bench.registered.close()
+    failed = asyncio.create_task(bench.caller.wait_failed(bench.peer))
+    assert await ended(await bench.call()) == b""
+    assert await failed == "knows nothing of that PC"
 
 
 def test_addresses() -> None:
