@@ -1,11 +1,12 @@
 """Which way PCs behind each pair of routers connect, how soon, and how fast they serve.
 
-    python -m tools.nat_table [--kinds open,port-cone,symmetric] [--delay-ms 10] [--tokens 48]
+    python -m tools.nat_table [--kinds open,port-cone,symmetric] [--row symmetric] [--delay-ms 10]
 
-For each pair two PCs serve the demo model together, four layers each, beside a third without
-layers that all can reach (Linux, root, nftables; :mod:`tools.wan.homes`). A cell says how the first
-PC reaches the second and back, in how many seconds after it has learnt of it, and the tokens per
-second of one stream; or the reason why the two don't serve.
+For each pair two PCs serve the demo model together, four layers each, beside a third without layers
+and a rendezvous at port 443, which have IPv4 and IPv6 and no router (Linux, root, nftables;
+:mod:`tools.wan.homes`). A cell says how the first PC reaches the second and back, in how many
+seconds after it has learnt of it, and the tokens per second of one stream; or the reason why the
+two don't serve.
 """
 
 import argparse
@@ -31,6 +32,8 @@ _ROOT = Path(__file__).resolve().parents[1]
 #: How long a pair may take from the start of its second PC to the first answer, in seconds.
 _SERVE_S = 90.0
 _REACHED = re.compile(r"(\S+): reached .* in (\d+\.\d+) s")
+#: The rendezvous by name, and its address as it prints it.
+_MEETING, _RENDEZVOUS = "meet.example", re.compile(r"--rendezvous (\S+)")
 _LEFT = re.compile(r"left the relay after (\d+\.\d+) s")
 
 
@@ -65,10 +68,14 @@ class Pc:
         self._process: subprocess.Popen[Any] | None = None
 
     def start(self, *arguments: str) -> None:
-        """Run ``molink`` with these arguments, and no more threads than one."""
+        """Run ``molink up`` or ``join`` with these arguments, and no more threads than one."""
+        self.run(*arguments, "--name", self.name, "--threads", "1", "--device", "cpu")
+
+    def run(self, *arguments: str) -> None:
+        """Run ``molink`` with these arguments."""
         with self._log.open("wb") as output:
             self._process = self._run(
-                [*arguments, "--name", self.name, "--threads", "1", "--device", "cpu"],
+                arguments,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -125,10 +132,10 @@ class Table:
 
     def __init__(self, folder: Path, kinds: Sequence[Kind], delay_ms: float) -> None:
         self._kinds = kinds
-        nodes = [Node(f"home{index}", delay_ms=delay_ms) for index in range(1 + 2 * len(kinds))]
-        self._homes = Homes(nodes, ["open", *kinds, *kinds])
+        nodes = [Node(f"home{index}", delay_ms=delay_ms) for index in range(2 + 2 * len(kinds))]
+        self._homes = Homes(nodes, ["open", "open", *kinds, *kinds])
         names = [f"{part} {kind}" for part in ("first", "second") for kind in kinds]
-        names = ["hub", *(name.replace(" ", "-") for name in names)]
+        names = ["hub", "meeting", *(name.replace(" ", "-") for name in names)]
         self._pcs = [Pc(self._homes, index, name, folder) for index, name in enumerate(names)]
         self._token = ""
 
@@ -136,8 +143,11 @@ class Table:
     def open(self) -> Iterator[None]:
         """Start the hub."""
         with self._homes:
-            hub = self._pcs[0]
-            hub.start("up", "--stage", "none")
+            self._homes.name_host(1, _MEETING)
+            hub, meeting = self._pcs[:2]
+            meeting.run("rendezvous", "--port", "443", "--advertise", _MEETING)
+            address = meeting.wait_for(_RENDEZVOUS)
+            hub.start("up", "--stage", "none", "--rendezvous", address)
             hub.wait_for(OPENED)
             self._token = hub.ask(*INVITE[3:])
             yield
@@ -152,13 +162,15 @@ class Table:
         finally:
             pc.stop()
 
-    def measure(self, tokens: int) -> Iterator[tuple[Kind, Kind, Cell]]:
-        """Every pair of kinds, each once."""
+    def measure(self, tokens: int, rows: Sequence[Kind]) -> Iterator[tuple[Kind, Kind, Cell]]:
+        """Every pair of kinds of which the first is in ``rows``, each once."""
         count = len(self._kinds)
         for row, first_kind in enumerate(self._kinds):
-            with self.join(1 + row, "1-4") as first:
+            if first_kind not in rows:
+                continue
+            with self.join(2 + row, "1-4") as first:
                 for column in range(row, count):
-                    with self.join(1 + count + column, "5-8") as second:
+                    with self.join(2 + count + column, "5-8") as second:
                         cell = self._measure_pair(first, second, tokens)
                         yield first_kind, self._kinds[column], cell
 
@@ -190,8 +202,11 @@ class Table:
 def _find_way(status: dict[str, Any], source: str, target: str) -> str:
     for one in status.get("relays", ()):
         if (one["from"], one["to"]) == (source, target):
-            way = "reverse" if one["through"] == source else "relay"
-            return "punched" if one.get("punched") else way
+            if one["punched"]:
+                return "punched"
+            if one["through"].startswith(_MEETING):
+                return "rendezvous"
+            return "reverse" if one["through"] == source else "relay"
     return "direct"
 
 
@@ -199,16 +214,20 @@ def _explain(status: dict[str, Any], name: str) -> str:
     """Why a swarm has no ring, in one line."""
     peers = [one["name"] for one in status.get("peers", ())]
     if name not in peers:
-        return "does not join: it can't reach the leader's port"
+        return "does not join"
     problems = [one.get("problem") or "" for one in status.get("pipelines", ())]
     return next(filter(None, problems), "no ring")
 
 
-def print_table(kinds: Sequence[Kind], found: dict[tuple[Kind, Kind], Cell]) -> None:
+def print_table(
+    kinds: Sequence[Kind], rows: Sequence[Kind], found: dict[tuple[Kind, Kind], Cell]
+) -> None:
     """Print the cells as Markdown, and how long it took to connect."""
     print(f"| | {' | '.join(kinds)} |")
     print(f"|---|{'---|' * len(kinds)}")
     for row, first in enumerate(kinds):
+        if first not in rows:
+            continue
         cells = [str(found[first, one]) for one in kinds[row:]]
         print(f"| {first} | {' | '.join([''] * row + cells)} |")
     for what, seconds in (
@@ -224,6 +243,7 @@ def main() -> int:
     """Entry point; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kinds", default=",".join(KINDS))
+    parser.add_argument("--row", choices=KINDS, help="only pairs of which this is the first")
     parser.add_argument("--delay-ms", type=float, default=10.0, help="one way, of each home")
     parser.add_argument("--tokens", type=int, default=48, help="of the measured stream")
     options = parser.parse_args()
@@ -231,14 +251,16 @@ def main() -> int:
     if reason is not None:
         raise RigError(reason)
     kinds: list[Kind] = [kind for kind in KINDS if kind in options.kinds.split(",")]
+    rows: list[Kind] = [options.row] if options.row else kinds
     found: dict[tuple[Kind, Kind], Cell] = {}
     with tempfile.TemporaryDirectory() as folder:
         table = Table(Path(folder), kinds, options.delay_ms)
         with table.open():
-            for first, second, cell in table.measure(options.tokens):
+            for first, second, cell in table.measure(options.tokens, rows):
                 found[first, second] = cell
-                print(f"{first}, {second}: {cell}", file=sys.stderr, flush=True)
-    print_table(kinds, found)
+                took = " ".join(f"{one:.2f}" for one in (*cell.seconds, *cell.moves))
+                print(f"{first}, {second}: {cell}; {took}", file=sys.stderr, flush=True)
+    print_table(kinds, rows, found)
     return 0
 
 

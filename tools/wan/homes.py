@@ -7,6 +7,7 @@ the PC has the address that every home has, 192.168.1.2.
 import shutil
 import subprocess
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Literal, get_args
 
 from tools.wan.namespaces import (
@@ -23,7 +24,7 @@ from tools.wan.rig import Rig
 #: ``open`` has no router. ``cone`` routers give one public port to a local port, and let in anyone,
 #: known addresses, or known addresses and ports; a ``symmetric`` one takes another port for each
 #: destination. A ``carrier`` translates once more. Routers of ``no-udp`` and ``only-443`` let out
-#: TCP only, to any port and to 443.
+#: TCP only, to any port and to 443. ``only-ipv6`` has no router and no IPv4, ``open`` has both.
 Kind = Literal[
     "open",
     "full-cone",
@@ -33,9 +34,12 @@ Kind = Literal[
     "carrier",
     "no-udp",
     "only-443",
+    "only-ipv6",
 ]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
+#: Holds the files that ``ip netns exec`` puts in the place of those in ``/etc``.
+_NAMESERVICE = Path("/etc/netns")
 _LAN_ROUTER, _LAN_PC = "192.168.1.1", "192.168.1.2"
 _CARRIER, _CUSTOMER = "100.64.0.1", "100.64.0.2"
 
@@ -75,6 +79,7 @@ table ip home {{
     }}
 }}
 """
+_UNROUTED = ("open", "only-ipv6")
 _LET_IN: dict[str, str] = {
     "full-cone": f'iifname "wan0" tcp dport @mapped dnat to {_LAN_PC}',
     "address-cone": f'iifname "wan0" ip saddr . tcp dport @known dnat to {_LAN_PC}',
@@ -120,6 +125,11 @@ class Homes(Rig):
     def _set_up(self) -> None:
         super()._set_up()
         self._inner.create()
+        for index, kind in enumerate(self._kinds):
+            if kind in _UNROUTED:
+                self._add_ipv6(index)
+            if kind == "only-ipv6":
+                run_ip("-n", self.namespace(index), "-4", "address", "flush", "dev", "wan0")
         for kind, chain in zip(self._kinds, self._chains, strict=True):
             if kind == "carrier":
                 carrier, router, pc = chain
@@ -127,14 +137,37 @@ class Homes(Rig):
                 _start_router(carrier, "port-cone")
                 _join(router, pc, _LAN_ROUTER, _LAN_PC, "eth0")
                 _start_router(router, "port-cone")
-            elif kind != "open":
+            elif kind not in _UNROUTED:
                 router, pc = chain
                 _join(router, pc, _LAN_ROUTER, _LAN_PC, "eth0")
                 _start_router(router, kind)
 
+    def _add_ipv6(self, index: int) -> None:
+        enable = "for each in all default wan0 lo; do"
+        enable += " echo 0 > /proc/sys/net/ipv6/conf/$each/disable_ipv6; done"
+        run_system(*enter_command(self.namespace(index)), "sh", "-c", enable)
+        own = f"{self.address6(index)}/64"
+        run_ip("-n", self.namespace(index), "address", "add", own, "dev", "wan0", "nodad")
+
+    def address6(self, index: int) -> str:
+        """The IPv6 address of an unrouted node ``index``."""
+        return f"fd77::{index + 1:x}"
+
+    def name_host(self, index: int, name: str) -> None:
+        """Let all PCs know node ``index`` by a name."""
+        lines = [f"{address} {name}\n" for address in (self.address(index), self.address6(index))]
+        for chain in self._chains:
+            folder = _NAMESERVICE / chain[-1]
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "hosts").write_text(
+                "".join(["127.0.0.1 localhost\n", *lines]), encoding="ascii"
+            )
+
     def close(self) -> None:
         """Stop all processes and clean up."""
         super().close()
+        for chain in self._chains:
+            shutil.rmtree(_NAMESERVICE / chain[-1], ignore_errors=True)
         self._inner.remove()
 
     def router(self, index: int) -> str:
@@ -148,7 +181,7 @@ class Homes(Rig):
 
 def _depth(kind: Kind) -> int:
     """Namespaces behind a home's outermost one."""
-    return {"open": 0, "carrier": 2}.get(kind, 1)
+    return 0 if kind in _UNROUTED else 2 if kind == "carrier" else 1
 
 
 def _join(outer: str, inner: str, gateway: str, address: str, device: str) -> None:

@@ -75,12 +75,12 @@ class _Site:
 
 
 class Network:
-    """All nodes; ``of`` maps the last byte of an IPv4 address to a node index."""
+    """All nodes; ``of`` maps the last byte of an IP address to a node index."""
 
     def __init__(self, nodes: Sequence[Node], of: dict[int, int], seed: int = 0) -> None:
         self._sites = [_Site(node, f"{seed} {index}") for index, node in enumerate(nodes)]
         self._of = of
-        #: Packets that are not IPv4 or have no receiver.
+        #: Packets that are not IP or have no receiver.
         self.strays = 0
 
     def put(self, source: int, packet: bytes, now: float) -> None:
@@ -111,7 +111,7 @@ class Network:
         if site.cut or (site.loss and site.loss_of() < site.loss):
             site.lost += 1
             return
-        to = self._of.get(packet[19]) if len(packet) >= 20 and packet[0] >> 4 == 4 else None
+        to = self._of.get(_last_byte(packet))
         if to is None:
             self.strays += 1
             return
@@ -169,7 +169,15 @@ class Network:
         ]
 
 
+def _last_byte(packet: bytes) -> int:
+    """Last byte of a packet's destination; -1 if it is neither IPv4 nor IPv6."""
+    end = {4: 19, 6: 39}.get(packet[0] >> 4 if packet else 0, len(packet))
+    return packet[end] if end < len(packet) else -1
+
+
 def _is_syn(packet: bytes) -> bool:
     """Whether an IPv4 packet opens a TCP connection (SYN without ACK)."""
+    if packet[0] >> 4 != 4:
+        return False
     flags = 4 * (packet[0] & 15) + 13
     return packet[9] == 6 and len(packet) > flags and packet[flags] & 0x12 == 0x02

@@ -9,6 +9,7 @@ from contextlib import AbstractAsyncContextManager
 from functools import partial
 from pathlib import Path
 
+import msgspec
 from msgspec import structs
 
 from molink.checkpoint.model_names import DEMO_MODEL_NAME, find_demo_folder
@@ -262,7 +263,19 @@ class Node:
                 reason,
                 usable,
             )
-        return self._resources.banned_peers.add_to_status(text)
+        return self._add_router(self._resources.banned_peers.add_to_status(text))
+
+    def _add_router(self, status: bytes) -> bytes:
+        """``molink status --json`` with what this PC knows of its own router."""
+        mapper, kind = self._resources.port_mapper, self._relay.routes.router.kind
+        known = {
+            "kind": kind,
+            "forwards": "" if mapper is None else mapper.address,
+            "refuses": "" if mapper is None else mapper.failure,
+        }
+        if not any(known.values()):
+            return status
+        return msgspec.json.encode({**msgspec.json.decode(status), "router": known})
 
     async def forward_request(
         self, message: ControlMessage, payload: bytes | None = None

@@ -293,7 +293,9 @@ class SwarmStatus(msgspec.Struct, frozen=True):
     pairing_port: int | None = None
     pairing_requests: tuple[PairingStatus, ...] = ()
     revoked: tuple[RevokedPeerStatus, ...] = ()
-    #: Relays (``from``, ``to``, ``through``), and the control socket's counters.
+    #: This PC's own router: ``kind``, the address whose ports it ``forwards``, why it ``refuses``.
+    router: dict[str, str] = {}
+    #: Relays (``from``, ``to``, ``through``, ``punched``), and the control socket's counters.
     relays: tuple[dict[str, Any], ...] = ()
     counters: dict[str, int] = {}
     #: Estimates by pipeline; omitted unless requested.

@@ -37,7 +37,8 @@ MAX_OF_PEER = 16
 NONCE_BYTES, PROOF_BYTES = 16, 8 + 1 + 32
 #: Sent to a waiting end when another has arrived.
 PEER_ARRIVED = b"\x01"
-#: Bytes of the other end's address after it. The end that dials gets both too.
+#: Bytes of an address. The other end's and the receiver's own follow, as the relay sees them; the
+#: end that dials gets all that too.
 ADDRESS_BYTES = 16 + 2
 #: Bytes of the port that the dialing end requests once connected, and of the nonce after it.
 PORT_BYTES, STREAM_NONCE_BYTES = 2, 16

@@ -123,7 +123,7 @@ def read_swarm(status: dict[str, Any], pid: int, began: float, ended: float) -> 
         for one in status.get("peers", ())
     ]
     me = next((one["id"] for one in status.get("peers", ()) if one.get("daemon_pid") == pid), "")
-    theirs = status.get("time")
+    theirs, router = status.get("time"), status.get("router", {})
     return SwarmFacts(
         id=str(status.get("swarm", "")),
         own_id=str(me),
@@ -136,7 +136,16 @@ def read_swarm(status: dict[str, Any], pid: int, began: float, ended: float) -> 
         relayed=tuple(
             (str(one["from"]), str(one["to"]), str(one["through"]))
             for one in status.get("relays", ())
+            if not one.get("punched")
         ),
+        punched=tuple(
+            (str(one["from"]), str(one["to"]))
+            for one in status.get("relays", ())
+            if one.get("punched")
+        ),
+        router=str(router.get("kind", "")),
+        forwarded=str(router.get("forwards", "")),
+        not_forwarded=str(router.get("refuses", "")),
         clock_offset_s=None if theirs is None else (began + ended) / 2 - float(theirs),
         clock_error_s=(ended - began) / 2,
     )

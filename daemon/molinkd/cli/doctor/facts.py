@@ -76,7 +76,10 @@ class SwarmFacts:
 
     ``clock_offset_s`` is how far this PC's clock is ahead of the leader's, within
     ``clock_error_s``; ``None`` if unknown. ``unreachable`` are pairs of ids (source, target);
-    ``relayed`` are triples (source, target, relay); ``model`` is the served model.
+    ``relayed`` are triples (source, target, relay) of connections that stay with their relay, and
+    ``punched`` pairs that leave it; ``model`` is the served model. ``router`` is the kind of this
+    PC's router, ``forwarded`` the address whose ports it forwards, ``not_forwarded`` why it
+    doesn't.
     """
 
     id: str
@@ -87,6 +90,10 @@ class SwarmFacts:
     peers: tuple[PeerFact, ...] = ()
     unreachable: tuple[tuple[str, str], ...] = ()
     relayed: tuple[tuple[str, str, str], ...] = ()
+    punched: tuple[tuple[str, str], ...] = ()
+    router: str = ""
+    forwarded: str = ""
+    not_forwarded: str = ""
     model: str = ""
     clock_offset_s: float | None = None
     clock_error_s: float = 0.0

@@ -11,6 +11,7 @@ from molinkd.peer.settings import MAX_PORTS_TRIED
 #: mDNS.
 _DISCOVERY_PORT = 5353
 _ADVERTISE = ("molink up --advertise ADDRESS  # or: molink join --advertise ADDRESS",)
+_FORWARD = ("MOLINK_PORT_MAPPING=true molink up  # or: port_mapping = true in config.toml",)
 #: Prefix length within which two addresses count as one network.
 _HOME_PREFIX_BITS = 24
 
@@ -183,14 +184,9 @@ def _check_nat(facts: NetworkFacts, swarm: SwarmFacts | None) -> Finding:
             ),
             _ADVERTISE,
         )
-    relayed = "" if swarm is None else _describe_relays(swarm)
-    if relayed:
-        text = tr(
-            "{routes}. This works, but a direct connection may be faster: use a VPN (WireGuard, "
-            "Tailscale) for all PCs and advertise this PC's VPN address",
-            routes=relayed,
-        )
-        return Finding("nat", "warning", text, _ADVERTISE)
+    router = None if swarm is None else _check_router(swarm)
+    if router is not None:
+        return router
     if facts.advertise:
         text = tr("advertised addresses: {addresses}", addresses=", ".join(facts.advertise))
         return Finding("nat", "ok", text)
@@ -201,6 +197,50 @@ def _check_nat(facts: NetworkFacts, swarm: SwarmFacts | None) -> Finding:
         )
         return Finding("nat", "ok", text)
     text = tr("this PC has a public address: {address}", address=_first_public(usable))
+    return Finding("nat", "ok", text)
+
+
+def _check_router(swarm: SwarmFacts) -> Finding | None:
+    """What kind of router this PC is behind, and what would help; ``None`` if it needs none."""
+    if swarm.not_forwarded:
+        text = tr("the router forwards no ports: {reason}", reason=swarm.not_forwarded)
+        return Finding("nat", "warning", text)
+    relayed = _describe_relays(swarm)
+    if relayed and swarm.router == "symmetric":
+        text = tr(
+            "{routes}: this PC's router takes another port for each connection (symmetric). Let it "
+            "forward molink's ports, or use a VPN (WireGuard, Tailscale) for all PCs",
+            routes=relayed,
+        )
+        return Finding("nat", "warning", text, (*_FORWARD, *_ADVERTISE))
+    if relayed:
+        text = tr(
+            "{routes}. This works, but a direct connection may be faster: use a VPN (WireGuard, "
+            "Tailscale) for all PCs and advertise this PC's VPN address",
+            routes=relayed,
+        )
+        return Finding("nat", "warning", text, _ADVERTISE)
+    if swarm.forwarded:
+        text = tr("the router forwards molink's ports of {address}", address=swarm.forwarded)
+        return Finding("nat", "ok", text)
+    return _describe_punched(swarm)
+
+
+def _describe_punched(swarm: SwarmFacts) -> Finding | None:
+    """Name the PCs to which direct connections pass the routers."""
+    ends = (
+        by if to == swarm.own_id else to for by, to in swarm.punched if swarm.own_id in (by, to)
+    )
+    names = ", ".join(dict.fromkeys(map(swarm.peer_name, ends)))
+    if not names:
+        return None
+    if swarm.router == "cone":
+        text = tr(
+            "{pcs} and this PC connect directly: its router keeps a connection's port (cone)",
+            pcs=names,
+        )
+    else:
+        text = tr("{pcs} and this PC connect directly through their routers", pcs=names)
     return Finding("nat", "ok", text)
 
 

@@ -58,15 +58,19 @@ async def connect_shared(host: str, port: int) -> socket.socket:
         OSError: The host is unknown or doesn't answer.
     """
     loop = asyncio.get_running_loop()
-    found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    family, _, _, _, address = found[0]
-    made = _make_socket(family, 0)
-    try:
-        await loop.sock_connect(made, address)
-    except BaseException:
-        made.close()
-        raise
-    return made
+    failure = OSError(f"{host} has no address")
+    for family, _, _, _, address in await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        made = _make_socket(family, 0)
+        try:
+            await loop.sock_connect(made, address)
+        except BaseException as error:
+            made.close()
+            if not isinstance(error, OSError):
+                raise
+            failure = error
+        else:
+            return made
+    raise failure
 
 
 def _make_socket(family: int, port: int) -> socket.socket:

@@ -58,13 +58,14 @@ async def await_other_end(connect: Callable[[], Awaitable[Stream]]) -> Stream:
     return stream
 
 
-async def read_address(reader: asyncio.StreamReader) -> Address | None:
-    """The address of the other end of a relayed route, which the relay tells after its arrival.
+async def read_addresses(reader: asyncio.StreamReader) -> tuple[Address | None, Address | None]:
+    """Addresses of the other end and of this one, which the relay tells after an arrival.
 
     Raises:
         OSError, EOFError: The connection was lost.
     """
-    return decode_address(await reader.readexactly(ADDRESS_BYTES))
+    data = await reader.readexactly(2 * ADDRESS_BYTES)
+    return decode_address(data[:ADDRESS_BYTES]), decode_address(data[ADDRESS_BYTES:])
 
 
 async def accept_local(listener: socket.socket, handle: Callable[[socket.socket], None]) -> None:

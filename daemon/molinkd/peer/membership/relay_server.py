@@ -193,11 +193,11 @@ class MeetingServer(ABC):
         try:
             async with asyncio.timeout(MEET_S):
                 other = await self._pop_waiting(session)
-            addresses = _address_of_end(stream), _address_of_end(other)
-            if None in addresses:  # one of the ends is this PC
-                addresses = None, None
-            other[1].write(PEER_ARRIVED + encode_address(addresses[0]))
-            stream[1].write(PEER_ARRIVED + encode_address(addresses[1]))
+            ends = _address_of_end(stream), _address_of_end(other)
+            known = None not in ends  # else one of the ends is this PC
+            dials, waits = (encode_address(one if known else None) for one in ends)
+            other[1].write(PEER_ARRIVED + dials + waits)
+            stream[1].write(PEER_ARRIVED + waits + dials)
             await splice_streams(stream, other, self._limit_rate)
         finally:
             session.last_used = self._now()

@@ -20,6 +20,7 @@ from weakref import WeakKeyDictionary
 import msgspec
 
 from molink.errors import ConnectionBroken, MolinkError
+from molink.swarm.membership.router_kind import RouterObserver
 from molink.util.token_bucket import RateLimit, TokenBucket
 from molink.wire.messages.control_plane import ControlMessage
 from molink.wire.messages.instructions import (
@@ -49,7 +50,7 @@ from molinkd.peer.membership.relay_ends import (
     accept_local,
     await_other_end,
     connect_any,
-    read_address,
+    read_addresses,
     spawn_in,
 )
 from molinkd.peer.membership.relay_server import RelayServer, authenticate_end
@@ -109,6 +110,8 @@ class RelayedRoutes:
         self._tasks: dict[int, set[asyncio.Task[Any]]] = {}
         self._losses: dict[int, TokenBucket] = {}
         self._punches = PunchBackoff(time.monotonic)
+        #: This PC's router, by what relays see.
+        self.router = RouterObserver()
         #: Connections by the tasks that serve them; and those whose route is gone, but not needed.
         self._streams: WeakKeyDictionary[asyncio.Task[Any], RelayedStream] = WeakKeyDictionary()
         self._direct: set[asyncio.Task[Any]] = set()
@@ -252,11 +255,19 @@ class RelayedRoutes:
         try:
             if await far[0].readexactly(1) != PEER_ARRIVED:
                 raise ConnectionError("unexpected reply from the relay")
-            other = await read_address(far[0])
+            other = await self._read_other(far)
         except BaseException:
             far[1].transport.abort()
             raise
         return self._make_stream(relayed_route, far, nonce, other)
+
+    async def _read_other(self, far: Stream) -> Address | None:
+        """Where the other end has connected from, as the relay says."""
+        other, own = await read_addresses(far[0])
+        if own is not None:
+            host, port = far[1].get_extra_info("sockname")[:2]
+            self.router.observe((str(host), int(port)), own)
+        return other
 
     def _make_stream(
         self, relayed_route: RelayedRoute, far: Stream, nonce: bytes, other: Address | None
@@ -306,7 +317,7 @@ class RelayedRoutes:
         """Connect the other end to the port that it requests."""
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                other = await read_address(far[0])
+                other = await self._read_other(far)
                 port = int.from_bytes(await far[0].readexactly(PORT_BYTES), "big")
                 nonce = await far[0].readexactly(STREAM_NONCE_BYTES)
             stream = self._make_stream(relayed_route, far, nonce, other)

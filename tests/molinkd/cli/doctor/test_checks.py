@@ -400,6 +400,35 @@ def test_the_firewall(facts: Any, known: Any, level: str, text: str, command: st
             "molink up --advertise ADDRESS",
         ),
         (
+            network(),
+            swarm(relayed=((C, A, B),), punched=((B, A),), router="symmetric"),
+            "warning",
+            "attic reaches this PC through couch: this PC's router takes another port for each "
+            "connection (symmetric). Let it forward",
+            "MOLINK_PORT_MAPPING=true molink up",
+        ),
+        (
+            network(),
+            swarm(punched=((A, C), (C, A)), router="cone"),
+            "ok",
+            "attic and this PC connect directly: its router keeps a connection's port (cone)",
+            None,
+        ),
+        (
+            network(),
+            swarm(router="symmetric", forwarded="8.8.4.4"),
+            "ok",
+            "the router forwards molink's ports of 8.8.4.4",
+            None,
+        ),
+        (
+            network(),
+            swarm(not_forwarded="it speaks neither PCP nor NAT-PMP: enable one in its settings"),
+            "warning",
+            "the router forwards no ports: it speaks neither PCP nor NAT-PMP",
+            None,
+        ),
+        (
             network(advertise=("1.2.3.4",), addresses=("127.0.0.1",)),
             swarm(unreachable=((C, A),)),
             "problem",

@@ -57,7 +57,11 @@ def test_swarm_facts_from_status() -> None:
         "trouble": None,
         "peers": [{**peer, "daemon_pid": 7}, {"id": "b", "state": "offline", "daemon_pid": 0}],
         "unreachable": [["b", "a"]],
-        "relays": [{"from": "b", "to": "a", "through": "c"}],
+        "relays": [
+            {"from": "b", "to": "a", "through": "c"},
+            {"from": "a", "to": "b", "through": "c", "punched": True},
+        ],
+        "router": {"kind": "cone", "forwards": "8.8.4.4", "refuses": ""},
         "time": 1000.0,
     }
     found = read_swarm(status, 7, 1009.0, 1011.0)
@@ -72,6 +76,7 @@ def test_swarm_facts_from_status() -> None:
         1.0,
         (("b", "a", "c"),),
     )
+    assert (found.punched, found.router, found.forwarded) == ((("a", "b"),), "cone", "8.8.4.4")
     assert [one.is_online for one in found.peers] == [True, False]
     # A status of an older version, or of this PC alone.
     bare = read_swarm({"swarm": "s", "peers": []}, 7, 0.0, 0.0)

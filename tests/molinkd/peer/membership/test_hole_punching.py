@@ -217,6 +217,7 @@ async def test_the_latency_is_that_of_the_direct_way(bench: Bench) -> None:
     latency = await bench.dialling.measure_latency("b")
     assert latency is not None
     assert latency.is_direct
+    assert bench.dialling.router.kind == bench.waiting.router.kind == "none"
 
 
 async def test_a_lie_about_the_address_leaves_the_stream_with_the_relay(

@@ -265,7 +265,7 @@ async def test_a_waiting_connection_is_replaced_by_the_next(bench: Bench) -> Non
     dialling = await bench.visit()
     await authenticate_end(dialling, ID, "dials", SECRET)
     dialling[1].write(b"hello")
-    arrival = PEER_ARRIVED + encode_address(None)  # the ends are on the relay's own PC
+    arrival = PEER_ARRIVED + 2 * encode_address(None)  # the ends are on the relay's own PC
     assert await second[0].readexactly(len(arrival) + 5) == arrival + b"hello"
     for _, writer in (second, dialling):
         writer.transport.abort()
@@ -276,7 +276,7 @@ async def test_a_slow_reader_slows_the_sender_and_memory_is_bounded(bench: Bench
     reading, sending = await bench.visit(), await bench.visit()
     await authenticate_end(reading, ID, "waits", SECRET)
     await authenticate_end(sending, ID, "dials", SECRET)
-    await reading[0].readexactly(len(PEER_ARRIVED) + ADDRESS_BYTES)
+    await reading[0].readexactly(len(PEER_ARRIVED) + 2 * ADDRESS_BYTES)
     reading[1].transport.pause_reading()  # type: ignore[attr-defined]
     data, sent = secrets.token_bytes(1 << 20), 0
     with suppress(TimeoutError):
