@@ -1,7 +1,7 @@
 """molink pools home PCs into one LLM server.
 
-This package is the library: deciders, computation, messages. The processes are in ``molinkd``.
-``docs/architecture.md`` has a map of both.
+This package is the library: decisions without I/O, computation, and messages. The package
+``molinkd`` has the processes. ``docs/architecture.md`` has a map of both.
 """
 
 from molink.cpu_isa import limit_libraries

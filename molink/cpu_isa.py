@@ -1,7 +1,8 @@
 """Emulates an AVX2-only CPU: ``MOLINK_CPU_ISA=avx2``, for tests and benchmarks.
 
-Torch, oneDNN, MKL and compiled kernels then use nothing beyond AVX2, FMA and F16C, in this process
-and its children. The libraries read their variables once, so ``molink`` sets them on import.
+Torch, oneDNN, MKL and compiled kernels then use no instructions beyond AVX2, FMA and F16C, in this
+process and its children. The libraries read their variables once, so ``molink`` sets these on
+import.
 """
 
 import os
@@ -9,7 +10,7 @@ import platform
 from collections.abc import Mapping, MutableMapping
 
 _VARIABLE, _AVX2 = "MOLINK_CPU_ISA", "avx2"
-#: The environment of a process that emulates such a CPU.
+#: Environment variables of a process that emulates such a CPU.
 AVX2_ONLY: Mapping[str, str] = {_VARIABLE: _AVX2}
 #: Variables that torch, oneDNN and MKL read.
 _LIBRARIES = {
@@ -24,7 +25,7 @@ def avx2_only(environment: Mapping[str, str] = os.environ) -> bool:
     """Whether an AVX2-only CPU is emulated.
 
     Raises:
-        ValueError: the variable has another value.
+        ValueError: the variable has an unknown value.
     """
     wanted = environment.get(_VARIABLE, "")
     if wanted not in ("", _AVX2):
@@ -33,6 +34,6 @@ def avx2_only(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def limit_libraries(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Limit libraries that have not been used yet to AVX2, if it is emulated."""
+    """Limit libraries that have not been used yet to AVX2, if an AVX2-only CPU is emulated."""
     if avx2_only(environment) and platform.machine().lower() in _X86:
         environment.update(_LIBRARIES)

@@ -153,7 +153,7 @@ class NotAuthorized(MolinkError):
 
     @classmethod
     def owner_only(cls, action: str) -> "NotAuthorized":
-        """The error for a peer that is no owner of its swarm."""
+        """Return the error for a peer that is not an owner of its swarm."""
         return cls(
             "only an owner of the swarm (its first PC, or one that `molink add-owner` named) may "
             + action
@@ -173,13 +173,13 @@ class PairingRefused(NotAuthorized):
 
 
 class VersionMismatch(MolinkError):
-    """This PC's molink and the swarm's are incompatible; names both versions."""
+    """The molink versions of this PC and of the swarm are incompatible; names both."""
 
     exit_code = 13
 
 
 class StateError(MolinkError):
-    """Saved state that can't be used: damaged, newer than this molink, or in use by another."""
+    """Saved state that can't be used: damaged, of a newer molink, or in use by another process."""
 
     exit_code = 8
 
@@ -193,7 +193,7 @@ class WorkerError(MolinkError):
 
 
 class KernelsFailed(WorkerError):
-    """``kernels`` don't work with a stage, so it needs more memory than planned."""
+    """``kernels`` don't work for a stage, so the stage needs more memory than planned."""
 
     def __init__(self, kernels: Iterable[str]) -> None:
         self.kernels = tuple(kernels)
@@ -205,7 +205,7 @@ class KernelsFailed(WorkerError):
 
 
 class InvariantError(MolinkError):
-    """Inconsistent internal state. ``story`` has the last transitions, oldest first."""
+    """Inconsistent internal state. ``story`` is the log of the last transitions, oldest first."""
 
     def __init__(self, message: str, story: Iterable[str] = ()) -> None:
         self.story = tuple(story)

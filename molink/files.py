@@ -22,14 +22,15 @@ _DEVICES = frozenset(
 _FORBIDDEN = frozenset('<>:"|?*\\')
 #: Maximum length of a name in bytes, and of a relative path.
 _MAX_NAME_BYTES, _MAX_PATH_BYTES = 255, 1024
-#: Begins a Windows path that is used as it stands; a network share's continues with ``UNC\``.
+#: Prefix of a Windows path that is used without normalization; a network share continues with
+#: ``UNC\``.
 _VERBATIM = "\\\\?\\"
 
 T = TypeVar("T")
 
 
 def retry_while_busy(act: Callable[[], T], seconds: float = 2.0) -> T:
-    """Call ``act``; on Windows repeat it for up to ``seconds`` while permission is denied.
+    """Call ``act``; on Windows, retry for up to ``seconds`` while permission is denied.
 
     Raises:
         OSError: the last error of ``act``.
@@ -46,7 +47,7 @@ def retry_while_busy(act: Callable[[], T], seconds: float = 2.0) -> T:
 
 @contextmanager
 def write_folder_aside(target: Path) -> Iterator[Path]:
-    """Give an empty folder to fill; it becomes ``target`` unless that fails, and leaves nothing.
+    """Yield an empty folder to fill; it becomes ``target`` on success and is deleted on failure.
 
     Raises:
         OSError: a folder can't be created, renamed or replaced.
@@ -62,7 +63,7 @@ def write_folder_aside(target: Path) -> Iterator[Path]:
 
 
 def make_plain_name(text: str, otherwise: str) -> str:
-    """``text`` as (the start of) a file name that is valid on any file system."""
+    """Turn ``text`` into (the start of) a file name that is valid on any file system."""
     plain = re.sub(r"[^A-Za-z0-9._-]", "_", text)[:64].strip("._") or otherwise
     return f"_{plain}" if _is_device(plain) else plain
 
@@ -74,10 +75,10 @@ def is_plain(name: str) -> bool:
 
 
 def find_path_fault(path: str) -> str:
-    """Why ``path`` is no relative path inside a folder on every file system; empty if it is one.
+    """Explain why ``path`` is not a relative path inside a folder; empty if it is one.
 
-    The parts of ``path`` are separated by ``/``. Windows' rules hold on all systems, so that no
-    path means something else on another PC.
+    ``/`` separates the parts of ``path``. Windows' rules apply on all systems, so that a path means
+    the same on every PC.
     """
     if len(path.encode("utf-8", "surrogatepass")) > _MAX_PATH_BYTES:
         return f"has more than {_MAX_PATH_BYTES} bytes"
@@ -107,13 +108,14 @@ def _is_device(name: str) -> bool:
 
 
 def resolve_inside(folder: Path, path: Path) -> Path:
-    """Return ``path`` with links resolved in its parents, checked to be below ``folder``.
+    """Resolve links in the parents of ``path`` and check that the result is below ``folder``.
 
-    The last part is not followed: replacing or deleting the result affects a link, not its target.
-    Defence in depth for every path that is written or deleted and has a part from the network.
+    The last part is not resolved: if it is a link, replacing or deleting it affects the link, not
+    its target. This is defence in depth for every path that is written or deleted and has a part
+    from the network.
 
     Raises:
-        OSError: it is outside of ``folder``.
+        OSError: the result is outside of ``folder``.
     """
     home, found = _resolve_links(folder), _resolve_links(path.parent) / path.name
     if found == home or not found.is_relative_to(home) or path.name == "..":
@@ -122,9 +124,10 @@ def resolve_inside(folder: Path, path: Path) -> Path:
 
 
 def _resolve_links(path: Path) -> Path:
-    """``path`` without links.
+    """Return ``path`` without links.
 
-    On Windows ``Path.resolve`` adds a prefix if another thread creates the folder meanwhile.
+    On Windows, ``Path.resolve`` adds a prefix if another thread creates the folder meanwhile; it is
+    removed.
     """
     found = str(path.resolve())
     if found.startswith(_VERBATIM) and not str(path).startswith(_VERBATIM):

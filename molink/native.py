@@ -1,4 +1,4 @@
-"""Guards around ``tokenizers``, whose errors on invalid files are undocumented."""
+"""Guards calls of ``tokenizers``, whose errors on invalid files are undocumented."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,8 +10,8 @@ from molink.errors import MolinkError
 def raise_as(failure: Callable[[str], MolinkError]) -> Iterator[None]:
     """Turn the library's errors within the block into ``failure(reason)``.
 
-    It raises bare ``Exception``. Its panics (failed Rust assertions) derive from ``BaseException``
-    and can only be recognized by name. Cancellation and exit pass through.
+    The library raises bare ``Exception``. Its panics (failed Rust assertions) derive from
+    ``BaseException`` and can be recognized only by name. Cancellation and exit pass through.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""Makes text of other peers safe for terminals and logs.
+"""Makes text from other peers safe for terminals and logs.
 
 A name or reason from a peer could hold escape sequences that rewrite the screen, line breaks that
 fake a log entry, or marks that change the writing direction.
@@ -11,13 +11,13 @@ import unicodedata
 
 #: Control characters, line and paragraph separators, direction marks, surrogates.
 _CONTROL_CHARACTERS = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-#: Maximum characters to show of a peer's text.
+#: Maximum number of characters shown of a peer's text.
 _MAX_LENGTH = 400
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 def printable(text: str, keep: str = "") -> str:
-    r"""``text`` with control characters escaped (``\x1b``), except those in ``keep``."""
+    r"""Escape control characters in ``text`` (``\x1b``), except those in ``keep``."""
 
     def written_out(match: re.Match[str]) -> str:
         found = match[0]
@@ -27,7 +27,7 @@ def printable(text: str, keep: str = "") -> str:
 
 
 def sanitize_text(text: str) -> str:
-    """The start of a peer's text without control or invisible characters."""
+    """Return the start of a peer's text without control or invisible characters."""
     return printable("".join(c for c in text[:_MAX_LENGTH] if unicodedata.category(c) != "Cf"))
 
 

@@ -1,7 +1,7 @@
 """A client of an OpenAI-compatible endpoint that timestamps every piece of an answer.
 
-The tokenizer is unknown here. Two probes of known length measure the tokens per word and the
-overhead of the chat template, by which prompts are sized.
+The server's tokenizer is unknown. Two probes of known length measure the tokens per word and the
+overhead of the chat template; prompts are sized by these.
 """
 
 import random
@@ -37,14 +37,14 @@ LONG_PROBE = 72
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """A linear model of a prompt's tokens by its words. The default suits a large vocabulary."""
+    """Linear model of a prompt's tokens by its words. The default suits large vocabularies."""
 
     tokens_per_word: float = 1.0
     overhead: float = 0.0
 
     @classmethod
     def from_probes(cls, short_tokens: int, long_tokens: int) -> "Calibration":
-        """Fit to the server's token counts of the short and the long probe."""
+        """Fit the model to the server's token counts of the short and the long probe."""
         slope = (long_tokens - short_tokens) / (LONG_PROBE - SHORT_PROBE)
         if slope <= 0:
             return cls()
@@ -56,7 +56,7 @@ class Calibration:
 
 
 def make_prompt(words: int, seed: int) -> str:
-    """Draw ``words`` words by ``seed``. Prompts of different seeds share no prefix."""
+    """Draw ``words`` random words with ``seed``. Prompts of different seeds share no prefix."""
     source = random.Random(seed)
     return " ".join(source.choices(WORDS, k=words))
 

@@ -25,7 +25,7 @@ class Sample:
 
     @property
     def first_at(self) -> float:
-        """Arrival time of the first piece; the end for an answer without text."""
+        """Arrival time of the first piece; the end of the answer if it has no text."""
         return self.piece_times[0] if self.piece_times else self.finished_at
 
     @property
@@ -101,7 +101,7 @@ class Report:
     latency_s: Summary
     input_tokens: int
     output_tokens: int
-    #: The run was interrupted; the statistics cover the requests completed by then.
+    #: Whether the run was interrupted; the statistics then cover the requests completed by then.
     interrupted: bool = False
     first_error: str | None = None
 

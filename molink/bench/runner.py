@@ -57,7 +57,7 @@ async def run_plan(
 ) -> Measurement:
     """Send ``plan`` in order, each request at its arrival time, at most ``concurrency`` at once.
 
-    A request delayed by ``concurrency`` is timed from the moment it is sent. Cancelling the task
+    A request that ``concurrency`` delays is timed from the moment it is sent. Cancelling the task
     (Ctrl-C) ends the run early and returns the completed samples as ``interrupted``.
     """
     samples: list[Sample] = []

@@ -1,11 +1,11 @@
 """The requests of a run, from sizes or from traces of real services.
 
-Two trace formats are read, told apart by their first character:
+Two trace formats are read; the first character tells them apart:
 
 - Azure's CSV: ``TIMESTAMP,ContextTokens,GeneratedTokens`` with dates such as
   ``2023-11-16 18:15:46.6805900``
 - Mooncake's JSONL: ``timestamp`` in milliseconds, ``input_length``, ``output_length``, and
-  ``hash_ids`` of the prompt's blocks of 512 tokens: equal leading ids mean a shared prefix
+  ``hash_ids``, one for each block of 512 prompt tokens: equal leading ids mean a shared prefix
 """
 
 import csv
@@ -129,7 +129,8 @@ class PlannedRequest:
     """A request that arrives ``arrival_s`` seconds after the start. Sizes are in tokens.
 
     ``hash_ids`` are those of :class:`TraceRow`. A simulated client may set ``max_tokens`` above
-    ``output_tokens``, which hides the answer's length from the scheduler; 0: no such limit.
+    ``output_tokens``, so that the scheduler does not know the answer's length; with 0, it requests
+    ``output_tokens``.
     """
 
     index: int

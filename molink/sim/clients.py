@@ -14,7 +14,7 @@ from molink.sim.known_text import END_TOKEN, KnownText, tokens_of
 from molink.wire.messages.data_plane import SamplingParams
 from molink.wire.messages.serving import OutputToken, Request
 
-#: Clients credit every token at once, so streams never stall.
+#: Clients grant credit for all tokens in advance, so streams never stall.
 _CREDIT_WINDOW = 1 << 24
 _PEER = "clients"
 
@@ -37,7 +37,7 @@ class Clients:
     """Sends ``plan`` to the rings that ``choose`` selects, and records the time of every token.
 
     It receives the schedulers' emissions, and stops ``event_queue`` after the last one. Prompts
-    share no content unless ``texts`` or the trace say so.
+    share content only if ``texts`` or the trace define it.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Clients:
         self._plan = {str(request.index): request for request in plan}
         self._times: dict[str, array[float]] = {key: array("d") for key in self._plan}
         self._errors: dict[str, str] = {}
-        #: The ring of each live request; ``None`` while it waits.
+        #: The ring of each live request; ``None`` while the request waits.
         self._serving: dict[str, ServingRing | None] = {}
         self.num_unfinished = len(self._plan)
         #: Time of the last token, or of the first request after an idle period.
@@ -109,7 +109,7 @@ class Clients:
             serving.issue_batches()
 
     def _token_ids(self, planned: PlannedRequest, count: int) -> tuple[int, ...]:
-        """The first ``count`` tokens of prompt and answer."""
+        """Return the first ``count`` tokens of prompt and answer."""
         if not self._texts:
             return tokens_of(planned, count)
         text = self._texts[planned.index % len(self._texts)]
@@ -119,7 +119,7 @@ class Clients:
         return self._token_ids(planned, planned.input_tokens)
 
     def detach_ring(self, serving: ServingRing) -> list[str]:
-        """Detach requests from an ended ring; returns their keys for :meth:`resend_requests`."""
+        """Detach the requests of an ended ring; return their keys for :meth:`resend_requests`."""
         lost = [key for key, other in self._serving.items() if other is serving]
         for key in lost:
             self._serving[key] = None
@@ -169,7 +169,7 @@ class Clients:
         return text.token_at(message.position)
 
     def close(self) -> None:
-        """Ignore the end of a ring."""
+        """Do nothing: requests outlive their ring."""
 
     def _finish_request(self, key: str, now: float, error: str | None = None) -> None:
         self.num_unfinished -= 1
@@ -184,7 +184,7 @@ class Clients:
             self._event_queue.stop()
 
     def collect_samples(self, since: float) -> list[Sample]:
-        """Samples of the requests that were due at ``since`` or later."""
+        """Return samples of the requests that were due at ``since`` seconds or later."""
         return [
             self._make_sample(key, request)
             for key, request in self._plan.items()

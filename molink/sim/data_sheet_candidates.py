@@ -1,4 +1,4 @@
-"""PCs for placement, from the data sheets of their devices."""
+"""Describes PCs for placement by the data sheets of their devices."""
 
 from typing import get_args
 
@@ -9,18 +9,20 @@ from molink.sim.profiles import load_device
 from molink.sim.roofline import memory_for_stages
 from molink.swarm.placement.placement import Candidate
 
-#: The CPU of a PC whose data sheet names only its card.
+#: The CPU that is assumed for a PC with a graphics card.
 USUAL_CPU = "cpu-8core"
 
 
 def make_candidate(peer: str, device: str, expert_memory: int = 0) -> Candidate:
-    """A PC with that device, and ``expert_memory`` bytes of RAM for experts, as its peer would
-    report it."""
+    """Describe a PC as its peer would report it.
+
+    ``expert_memory`` is the bytes of RAM for experts.
+    """
     profile = load_device(device)
     return Candidate(
         peer,
         f"{device} ({peer})",
-        # The profile's share includes the margin.
+        # The profile's share of memory already includes the margin.
         memory=max(0, int(memory_for_stages(profile) * MARGIN_DIVISOR / (MARGIN_DIVISOR - 1))),
         read_rate=profile.memory_gbs * 1e9 * profile.memory_efficiency,
         step_overhead=profile.step_ms / 1000,

@@ -1,4 +1,4 @@
-"""Virtual time: event queues for a ring and for a fleet."""
+"""Event queues in virtual time, for a ring and for a fleet."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -30,7 +30,7 @@ class ScheduledCallback:
 
 
 class EventQueue:
-    """Runs callbacks in order of time; ties in order of scheduling.
+    """Runs callbacks in order of time, and simultaneous ones in order of scheduling.
 
     It implements :class:`molink.link.base.Timers`. ``now`` starts at 0 s and never decreases.
     """
@@ -43,16 +43,16 @@ class EventQueue:
         self._stopped = False
 
     def schedule_at(self, time: float, callback: Callback, *arguments: Any) -> None:
-        """Run ``callback(*arguments)`` at ``time``, or now if that has passed."""
+        """Run ``callback(*arguments)`` at ``time`` (seconds), or now if ``time`` has passed."""
         at = time if time > self.now else self.now
         heappush(self._later, (at, next(self._numbers), callback, arguments))
 
     def schedule_soon(self, callback: Callback, *arguments: Any) -> None:
-        """Run it after the current callback, before time advances."""
+        """Run ``callback(*arguments)`` after the current callback, before time advances."""
         self._soon.append((callback, arguments))
 
     def time(self) -> float:
-        """Seconds, as :attr:`now`."""
+        """Return :attr:`now` in seconds."""
         return self.now
 
     def call_at(self, when: float, callback: Callable[[], object], /) -> ScheduledCallback:
@@ -68,7 +68,7 @@ class EventQueue:
         return scheduled
 
     def stop(self) -> None:
-        """Stop before time advances."""
+        """Stop :meth:`run` before time advances."""
         self._stopped = True
 
     @property
@@ -83,7 +83,7 @@ class EventQueue:
         return self._later[0][0] if self._later else inf
 
     def run_next(self) -> bool:
-        """Run the next callback; ``False`` if there is none."""
+        """Run the next callback; return ``False`` if there is none."""
         if self._soon:
             callback, arguments = self._soon.popleft()
         elif self._later:
@@ -94,7 +94,7 @@ class EventQueue:
         return True
 
     def run(self, until: float) -> None:
-        """Run until the queue is empty, it is stopped, or ``until`` is reached."""
+        """Run until the queue is empty or stopped, or ``until`` (seconds) is reached."""
         soon, later = self._soon, self._later
         while True:
             while soon:
@@ -106,18 +106,18 @@ class EventQueue:
             callback(*arguments)
 
     def advance_to(self, to: float) -> None:
-        """Run until ``to``, and set the time to it."""
+        """Run until ``to`` seconds, and set the time to ``to`` unless stopped."""
         self.run(to)
         if not self._stopped:
             self.now = max(self.now, to)
 
 
-#: Maximum seconds that regions advance without synchronization.
+#: Maximum seconds for which regions advance without synchronization.
 _MAX_STEP_S = 1.0
 
 
 def assign_regions(pipelines: Iterable[Sequence[SimPc]]) -> list[int]:
-    """The region of each pipeline; pipelines whose PCs share an uplink are in one region."""
+    """Return each pipeline's region; pipelines whose PCs share an uplink are in one region."""
     parents: list[int] = []
     owners: dict[Uplink, int] = {}
 
@@ -134,17 +134,17 @@ def assign_regions(pipelines: Iterable[Sequence[SimPc]]) -> list[int]:
 
 
 class FleetEventQueue:
-    """A common event queue, and one for each region of pipelines.
+    """A common event queue and one event queue for each region of pipelines.
 
-    Regions share nothing between common events (arrivals, departures of PCs), so each advances
-    alone until the next one. The order of events is that of a single queue, but only a few
-    pipelines at a time occupy the processor's caches.
+    Regions share no state between common events (arrivals, departures of PCs), so each region
+    advances alone until the next common event. Events have the same order as in a single queue, but
+    only a few pipelines at a time occupy the CPU's caches.
     """
 
     def __init__(self, regions: Iterable[int]) -> None:
         self.common = EventQueue()
         self._regions = {number: EventQueue() for number in sorted(set(regions))}
-        #: Events reported by regions, with their times.
+        #: Times and events that regions have reported.
         self._pending: list[tuple[float, Callback, tuple[Any, ...]]] = []
         self._horizon = 0.0
 
@@ -153,7 +153,7 @@ class FleetEventQueue:
         return self._regions[region]
 
     def schedule_common(self, time: float, callback: Callback, *arguments: Any) -> None:
-        """Run a region's report, in order of time, before any later common event."""
+        """Run a region's report of ``time`` seconds, before any later common event."""
         self._pending.append((time, callback, arguments))
 
     def schedule_later(
@@ -161,13 +161,13 @@ class FleetEventQueue:
     ) -> None:
         """Run a common event ``seconds`` after a region's current time.
 
-        Other regions may have advanced by up to a second further; it does not run before them.
+        Other regions may be up to a second ahead; the event does not run before their time.
         """
         at = max(self.common.now, region.now) + seconds
         self.common.schedule_at(max(at, self._horizon), callback, *arguments)
 
     def run(self, until: float) -> None:
-        """Run until the common queue is stopped, or until that time."""
+        """Run until the common queue is stopped, or until ``until`` seconds."""
         common, told = self.common, self._pending
         while not common.is_stopped and common.now < until:
             self._horizon = min(common.next_event_at, common.now + _MAX_STEP_S, until)

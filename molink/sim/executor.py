@@ -1,4 +1,4 @@
-"""Simulated stage executor and draft model, which take time but compute nothing."""
+"""Simulated stage executor and draft model, which take virtual time but compute nothing."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,11 +21,11 @@ from molink.wire.messages.data_plane import (
     Volume,
 )
 
-#: Called with begin, seconds, decode rows and prefill rows of each step.
+#: Called with the begin, seconds, decode rows and prefill rows of each step.
 OnStep = Callable[[float, float, int, int], None]
-#: The token of a request at a position.
+#: Returns the token of a request at a position.
 TokenAt = Callable[[int, int], int]
-#: The forced tokens of a request from a position on.
+#: Returns the forced tokens of a request from a position on.
 ForcedAt = Callable[[int, int], Sequence[int]]
 
 
@@ -45,16 +45,16 @@ class SimStageRequests:
         return self._live[request]
 
     def add_history(self, request: int, first: int, ids: memoryview) -> None:
-        """Ignored."""
+        """Do nothing."""
 
     def set_grammar(self, request: int, text: bytes) -> None:
-        """Ignored."""
+        """Do nothing."""
 
     def set_images(self, request: int, spans: Sequence[ImageSpan], rows: object) -> None:
-        """Ignored."""
+        """Do nothing."""
 
     def append_blocks(self, request: int, blocks: Sequence[int]) -> None:
-        """Ignored."""
+        """Do nothing."""
 
     def release_request(self, request: int) -> None:
         self._live.pop(request, None)
@@ -65,7 +65,7 @@ class SimStageRequests:
 
 
 def step_rows(volumes: Iterable[Volume], is_last: bool) -> StepRows:
-    """The rows of a step over ``volumes``; only the last stage samples."""
+    """Count the rows of a step over ``volumes``; only the last stage samples."""
     decode = decode_context = prefill = prefill_context = sampled = 0
     for volume in volumes:
         for request_slice in volume.slices:
@@ -82,9 +82,9 @@ def step_rows(volumes: Iterable[Volume], is_last: bool) -> StepRows:
 
 @dataclass(slots=True)
 class RunningChunk:
-    """A step of prefill rows and its end, which decode rows between its layers postpone."""
+    """A running step of prefill rows. Decode rows that run between its layers postpone its end."""
 
-    #: Begin and end in seconds; the steps between its layers count as no time.
+    #: Begin and end in seconds; a step between its layers moves both by its duration.
     began_at: float
     end_at: float
     layer_s: float
@@ -92,7 +92,7 @@ class RunningChunk:
     scheduled: ScheduledCallback
 
     def postpone(self, seconds: float, event_queue: EventQueue) -> None:
-        """End ``seconds`` later."""
+        """Postpone the end by ``seconds``."""
         self.scheduled.cancel()
         self.began_at += seconds
         self.end_at += seconds
@@ -106,10 +106,11 @@ class RunningChunk:
 class SimExecutor:
     """Executes each step in the time that the roofline and the PC predict.
 
-    Rows are views of ``zeros``, which must hold the largest volume. ``token`` is sampled for a
-    request at a position; ``forced`` tokens follow. Copies to and from host memory run one after
-    another while steps run, ``block_s`` seconds per block; a step waits for copies of its blocks. A
-    step that is submitted during one of prefill rows runs between its layers.
+    Rows are views of ``zeros``, which must hold the largest volume. ``token`` returns the token to
+    sample for a request at a position, ``forced`` the forced tokens that follow. Copies to and from
+    host memory take ``block_s`` seconds per block; they run one after another, concurrently with
+    steps, and a step waits for copies of its blocks. If the device interleaves, a step submitted
+    during a step of prefill rows runs between its layers.
     """
 
     def __init__(
@@ -145,7 +146,7 @@ class SimExecutor:
         self.on_step: OnStep | None = None
 
     def submit_copy(self, copy: BlockCopy) -> None:
-        """Start a copy after the current step and earlier copies."""
+        """Schedule a copy after the current step and earlier copies."""
         begin = max(self._event_queue.now, self._step_end, self._copies_end)
         self._copies_end = end = begin + self._block_s * len(copy.blocks)
         if copy.is_swap_out:
@@ -195,7 +196,7 @@ class SimExecutor:
         self._event_queue.schedule_at(begin + seconds, self._end_step, step_inputs, done, seconds)
 
     def _wait_s(self, step_inputs: Sequence[StepInput], now: float) -> float:
-        """Seconds until all blocks of a step are copied."""
+        """Return the seconds until all blocks of a step are copied."""
         if self._copies_end <= now:
             self._swap_in_ends.clear()
             self._swap_out_ends.clear()
@@ -234,7 +235,7 @@ class SimExecutor:
         return StepOutput(volume, None, SamplerOutput(volume.seq, tuple(choices), (), forced))
 
     def _sample_tokens(self, request_slice: RequestSlice) -> Iterator[SampledId]:
-        """Sample after the last row; with drafts, up to the first mismatch."""
+        """Sample after the last row; with drafts, after each row up to the first mismatch."""
         last = self._requests.last_sampled
         if not request_slice.continues_from(*last.get(request_slice.request, (-1, -1))):
             return
@@ -247,7 +248,7 @@ class SimExecutor:
                 return
 
     def _forced_tokens(self, choices: Sequence[SampledId]) -> Iterator[ForcedTokens]:
-        """The forced tokens after the last sampled token of each request."""
+        """Yield the forced tokens after the last sampled token of each request."""
         for request, position in {each.request: each.position for each in choices}.items():
             tokens = self._forced_at(request, position + 1)[:MAX_DRAFTS]
             if tokens:
@@ -255,9 +256,9 @@ class SimExecutor:
 
 
 class SimDrafter:
-    """A draft model on the first stage's device, which delays the stage's steps.
+    """A draft model on the first stage's device, whose steps it delays.
 
-    It proposes the known drafts of the request's text that are probable enough.
+    It proposes the known drafts of the request's text, as long as they are probable enough.
     """
 
     def __init__(
@@ -271,7 +272,7 @@ class SimDrafter:
         self._tokens: dict[int, list[int]] = {}
 
     def request_drafts(self, batch: DraftBatch, done: Callable[[DraftResults], None]) -> None:
-        """Draft for each request, in the predicted time."""
+        """Propose drafts for each request, after the predicted time."""
         for number in batch.finished:
             self._tokens.pop(number, None)
         drafts = [self._draft_tokens(request) for request in batch.requests]
@@ -297,7 +298,7 @@ class SimDrafter:
         return DraftTokens(request.request, tokens[:upto], probabilities[:upto])
 
     def _order_s(self, requests: Sequence[DraftRequest], drafts: Sequence[DraftTokens]) -> float:
-        """Seconds of a pass over new tokens, plus one pass per further draft."""
+        """Return the seconds of a pass over the new tokens plus one pass for each further draft."""
         if not requests:
             return 0.0
         new, before = (

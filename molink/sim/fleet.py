@@ -17,13 +17,13 @@ from molink.sim.scenario import Scenario
 from molink.sim.simulate import GRACE_S, disable_gc
 from molink.sim.workload import check_ranges
 
-#: Sanity limit of pipelines.
+#: Maximum number of pipelines (a sanity limit).
 MAX_PIPELINES = 10_000
 _HOUR_S = 3600.0
 #: Minimum seconds of absence.
 _MIN_AWAY_S = 5.0
-#: Measured seconds until the end of a connection is noticed (``docs/reliability.md``); lost
-#: requests are then sent again.
+#: Measured seconds until the end of a connection is detected (``docs/reliability.md``); lost
+#: requests are then resubmitted.
 LOSS_NOTICE_S = 0.5
 #: Measured seconds until a returning PC can hold a stage.
 REJOIN_S = 4.7
@@ -33,12 +33,12 @@ REPORT_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class FleetScenario:
-    """``pipelines`` rings of the kind ``ring``, which share its workload.
+    """``pipelines`` rings like ``ring``, which share its workload.
 
-    Stages run on ``peers`` PCs (0: one per stage). With fewer, PCs hold stages of several
-    pipelines; with more, pipelines have spares. ``peers_per_uplink`` PCs share an uplink, mostly of
-    different pipelines. A PC leaves ``departures_per_hour`` times per hour on average, without
-    notice, for ``away_s`` seconds on average.
+    Stages run on ``peers`` PCs (0: one PC per stage). With fewer PCs, each holds stages of several
+    pipelines; with more, pipelines have spares. ``peers_per_uplink`` PCs share an uplink, mostly
+    PCs of different pipelines. A PC leaves ``departures_per_hour`` times per hour on average,
+    without notice, for ``away_s`` seconds on average.
 
     Raises:
         UsageError: a number is out of range, or the router is unknown.
@@ -71,7 +71,7 @@ class FleetScenario:
 
     @property
     def tenants(self) -> int:
-        """Maximum stages per PC."""
+        """Maximum number of stages per PC."""
         return -(-self.pipelines * self.ring.stages // self.pc_count)
 
     @property
@@ -89,7 +89,7 @@ class FleetScenario:
 
 @dataclass(frozen=True, slots=True)
 class PipelineFigures:
-    """A pipeline's requests sent, rings formed, and rings lost."""
+    """Numbers of a pipeline's requests sent, rings formed and rings lost."""
 
     requests: int
     formed: int
@@ -100,9 +100,10 @@ class PipelineFigures:
 class FleetOutcome:
     """Results of a fleet simulation.
 
-    ``num_lost`` requests did not complete; ``num_resubmitted`` counts resubmissions after a ring's
-    end, ``num_departures`` PCs that left, ``num_broken`` rings that failed with all PCs present.
-    ``busy_shares`` is each PC's share of time computing, ``virtual_s`` the simulated time.
+    ``num_lost`` counts requests that did not complete, ``num_resubmitted`` resubmissions after a
+    ring's end, ``num_departures`` PCs that left, and ``num_broken`` rings that failed although all
+    PCs were present. ``busy_shares`` is the share of time in which each PC computed, ``virtual_s``
+    the simulated time in seconds.
     """
 
     fleet: FleetScenario
@@ -118,7 +119,7 @@ class FleetOutcome:
     cached_share: float = 0.0
 
     def as_json(self) -> dict[str, object]:
-        """The report and the simulation's figures as plain values."""
+        """Return the report and the simulation's figures as plain values."""
         fleet, ring = self.fleet, self.fleet.ring
         return self.report.as_json() | {
             "rate": ring.workload.rate,
@@ -201,7 +202,7 @@ class _FleetSimulation:
         self.router = router
         #: Cached prompt tokens of the requests that have started.
         self.cached_tokens = 0
-        #: Rings whose caches are reported to the router, and the last reported versions.
+        #: Rings that report their caches to the router, with the last reported version of each.
         self._shares = fleet.ring.workload.has_shared_prefixes and self.router.reads_spans
         self._versions: dict[str, tuple[RingEpoch, int]] = {}
         templates = RingTemplates(ring, fleet.tenants)
@@ -221,7 +222,7 @@ class _FleetSimulation:
         self._random = random.Random(f"churn {ring.workload.seed}")
 
     def run(self, until: float) -> None:
-        """Serve the workload to its end, or until that time in virtual seconds."""
+        """Serve the workload to its end, or until ``until`` virtual seconds."""
         for slot in self.pipelines:
             slot.form_ring()
         self.clients.start()
@@ -256,7 +257,7 @@ class _FleetSimulation:
         return self.clients
 
     def on_ring_ended(self, epoch: RingEpoch, event_queue: EventQueue) -> None:
-        """Resubmit the ring's requests once the loss is noticed."""
+        """Resubmit the ring's requests once the loss is detected."""
         keys = self.clients.detach_ring(epoch)
         epoch.remove_requests(len(keys))
         self.num_resubmitted += len(keys)
@@ -297,7 +298,7 @@ class _FleetSimulation:
             self._by_name[serving.load.name].close_if_idle(serving)
 
     def _report_caches(self) -> None:
-        """Report cache changes of all rings, as peers poll them."""
+        """Report cache changes of all rings to the router, as if peers polled them."""
         for slot in self.pipelines:
             name, epoch = slot.load.name, slot.epoch
             known, version = self._versions.get(name, (None, -1))

@@ -21,7 +21,7 @@ RECOVERY_S = 1.12
 
 
 class RingTemplates:
-    """Ring templates by number of stages; ``tenants`` stages share a PC's memory."""
+    """Builds ring templates by number of stages; ``tenants`` stages share a PC's memory."""
 
     def __init__(self, scenario: Scenario, tenants: int) -> None:
         self.scenario = scenario
@@ -32,7 +32,7 @@ class RingTemplates:
         }
 
     def for_stages(self, stages: int) -> RingTemplate | None:
-        """The template for ``stages`` stages; ``None`` if they can't hold the model."""
+        """Return the template for ``stages`` stages; ``None`` if they can't hold the model."""
         if stages not in self._templates:
             try:
                 found = RingTemplate.from_scenario(
@@ -46,7 +46,7 @@ class RingTemplates:
 
 @dataclass(eq=False, slots=True)
 class RingEpoch:
-    """A ring from its formation to its end, with ``num_live`` requests."""
+    """A ring from its formation to its end; it has ``num_live`` requests."""
 
     load: PipelineLoad
     ring: SimRing
@@ -72,29 +72,30 @@ class RingEpoch:
 
 
 class FleetContext(Protocol):
-    """What a pipeline needs of its fleet."""
+    """The part of a fleet that its pipelines use."""
 
     def create_receiver(self, scheduler: Scheduler) -> EmissionReceiver:
         """Create the receiver of a scheduler's emissions."""
 
     def on_ring_ended(self, epoch: RingEpoch, event_queue: EventQueue) -> None:
-        """A ring has ended with its requests."""
+        """Handle the end of a ring, which has lost its requests."""
 
     def schedule_later(self, region: EventQueue, seconds: float, callback: Callback, /) -> None:
-        """Schedule a common event, ``seconds`` from the region's current time."""
+        """Schedule a common event ``seconds`` after the region's current time."""
 
     def on_ring_broken(self) -> None:
-        """A ring failed although all its PCs are present."""
+        """Handle the failure of a ring whose PCs are all present."""
 
     def on_pipelines_changed(self) -> None:
-        """A pipeline accepts requests now, or no longer does."""
+        """Handle that a pipeline began or ceased to accept requests."""
 
 
 class FleetPipeline:
-    """Keeps a pipeline running on those of ``pcs`` that are present, in order.
+    """Keeps a pipeline running on the present PCs of ``pcs``, in order.
 
-    It has as many stages as the scenario, or fewer if fewer PCs can hold the model. A ring finishes
-    its requests while its larger successor accepts new ones.
+    It has as many stages as the scenario, or fewer if PCs are missing and the remaining ones can
+    hold the model. After a larger ring has formed, the previous ring finishes its requests while
+    the new one accepts requests.
     """
 
     def __init__(
@@ -106,7 +107,7 @@ class FleetPipeline:
         event_queue: EventQueue,
     ) -> None:
         self.load = load
-        #: Rings formed, and rings lost.
+        #: Numbers of rings formed and rings lost.
         self.num_formed = self.num_lost = 0
         #: The ring that accepts requests.
         self.epoch: RingEpoch | None = None
@@ -114,13 +115,13 @@ class FleetPipeline:
         self._templates = templates
         self._fleet = fleet
         self._event_queue = event_queue
-        #: Rings that finish their requests.
+        #: Rings that finish their requests and accept no new ones.
         self._retiring: list[RingEpoch] = []
         #: Only the latest scheduled recovery counts.
         self._reform_number = 0
 
     def form_ring(self) -> None:
-        """Form a ring of the present PCs unless the current one is as large."""
+        """Form a ring of the present PCs unless the current ring is at least as large."""
         most = self._templates.scenario.stages
         present = [pc for pc in self._pcs if pc.is_present][:most]
         template = self._templates.for_stages(len(present))

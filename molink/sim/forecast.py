@@ -15,18 +15,19 @@ from molink.sim.simulate import SimPipeline
 
 #: Submission time, after the links have been probed.
 _START_S = 5.0
-#: Virtual seconds after which a single request counts as stuck.
+#: Virtual seconds after which the single request counts as stuck.
 _MAX_DURATION_S = 36_000.0
 
 
 @dataclass(frozen=True, slots=True)
 class RingForecast:
-    """Placement, the effect of ``K``, and the latencies of a request.
+    """The forecast of a ring: placement, the effect of ``K``, and a request's latencies.
 
-    ``layers`` are half-open ranges by stage. ``floor_s`` is the minimum time per token. ``curve``
-    has estimates for each number of micro-batches with ``streams`` streams; the scheduler uses
-    ``micro_batches``. ``ttft_s`` and ``tpot_s`` are simulated for a single request of
-    ``prompt_tokens``; ``token_s`` is the time per token while ``streams - 1`` others decode.
+    ``layers`` has each stage's half-open range. ``floor_s`` is the minimum seconds per token.
+    ``curve`` has an estimate for each number ``K`` of micro-batches with ``streams`` streams; the
+    scheduler uses ``micro_batches``. ``ttft_s`` and ``tpot_s`` are simulated for a single request
+    of ``prompt_tokens``; ``token_s`` is the seconds per token while ``streams - 1`` other streams
+    decode.
     """
 
     layers: tuple[tuple[int, int], ...]
@@ -71,7 +72,7 @@ def plan_ring(
 
 
 def ring_times(scenario: Scenario) -> RingTimes:
-    """Ring times of ``scenario``, by the rooflines of its devices."""
+    """Compute the ring times of ``scenario`` from the rooflines of its devices."""
     model, count = scenario.model_profile, scenario.stages
     profiles = [one.make_profile() for one in scenario.rooflines]
     links = [scenario.link_from(index) for index in range(count)]

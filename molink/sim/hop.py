@@ -26,7 +26,7 @@ _CONTROL_BYTES = 64
 
 @dataclass(frozen=True, slots=True)
 class SimSender:
-    """The sender of a message; the channel names the connection."""
+    """The sender of a message; the channel identifies the connection."""
 
     identity: bytes
     peer_id: str = ""
@@ -39,9 +39,9 @@ _CHANNELS = {sender.identity: channel for channel, sender in _SENDERS.items()}
 class Hop:
     """The connections from stage ``stage`` to the next over a link model.
 
-    Replies take the time of the return path but no bandwidth. A message that has arrived takes
-    ``handling`` seconds more. Rows have no content: packed ones arrive as views of ``zeros``, which
-    must hold a whole message. Nothing is lost.
+    Replies take the time of the return path but no bandwidth. The receiver takes ``handling``
+    seconds more for each message. Rows have no content: packed rows arrive as views of ``zeros``,
+    which must be as large as the largest message. No message is lost.
     """
 
     def __init__(
@@ -61,11 +61,11 @@ class Hop:
         self._handling = handling
         self._zeros = zeros
         self._events: dict[Channel, OutConnectionEvents] = {}
-        #: When the next stage has handled the last frame.
+        #: When the next stage will have handled the last frame.
         self._handed_at = 0.0
 
     def open_channel(self, channel: Channel, events: OutConnectionEvents) -> OutConnection:
-        """A connection for a channel; it connects when started."""
+        """Open a connection for a channel; it connects once it is started."""
         self._events[channel] = events
         return _SimChannel(
             self._event_queue,
@@ -156,7 +156,7 @@ class _SimChannel:
         self._channel = channel
         self._events = events
         self._transmit = leave
-        #: Whether the channel accepts no more; ``on_drained`` follows.
+        #: Whether the channel is full; ``on_drained`` is called once it is not.
         self.is_congested = False
 
     def start(self) -> None:
@@ -178,11 +178,11 @@ class _SimChannel:
             self._events.on_drained()
 
     def reconnect_now(self) -> None:
-        """Do nothing: a new connection would be the same."""
+        """Do nothing: a new connection would behave the same."""
 
 
 def _packing_s(frame: Frame) -> float:
-    """Seconds to pack or unpack a message's rows; 0 if they are plain."""
+    """Return the seconds to pack or unpack a message's rows; 0 if they are uncompressed."""
     body = frame.body
     if isinstance(body, Volume | VolumeFragment) and body.payload.coding is not Coding.PLAIN:
         return packing_s(body.payload.nbytes)
@@ -190,7 +190,10 @@ def _packing_s(frame: Frame) -> float:
 
 
 def _is_prefill(frame: Frame) -> bool:
-    """Whether a message has prefill rows; decode volumes are hardly ever fragmented."""
+    """Whether a message has prefill rows.
+
+    Fragments count as prefill rows, since decode volumes are hardly ever fragmented.
+    """
     body = frame.body
     return body.prefill if isinstance(body, Volume) else isinstance(body, VolumeFragment)
 
@@ -215,13 +218,13 @@ class SimPacker:
         self._compressor.set_rate(rate)
 
     def pack_rows(self, bulk: bool, payload: Payload, data: memoryview) -> tuple[Payload, Buffer]:
-        """Pack a volume's rows if that pays."""
+        """Pack a volume's rows if that saves time."""
         choice = self._compressor.choose_coding(bulk, self._clock())
         plain = payload.nbytes
         coded = int(plain / self._ratio)
         if choice.coding is Coding.PLAIN or coded >= plain:
             return payload, data
-        if choice.is_sample:  # all samples are equal
+        if choice.is_sample:  # all samples have the same outcome
             seconds = packing_s(plain)
             self._compressor.on_packed(bulk, PackedSample(plain, coded, seconds, seconds))
         return Payload(payload.dtype, payload.shape, choice.coding, coded), data[:coded]

@@ -1,4 +1,4 @@
-"""Known prompts and answers, so that drafts are right or wrong."""
+"""Prompts and answers that are known in advance, so that drafts can be judged."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from molink.bench.workload import HASH_BLOCK_TOKENS, PlannedRequest
 from molink.scheduler.speculation.base import DraftProposal
 from molink.scheduler.speculation.prompt_lookup import PromptLookup
 
-#: Ends answers without content; their other tokens are 0.
+#: The token that ends answers without content; their other tokens are 0.
 END_TOKEN = 1
 
 
@@ -15,9 +15,9 @@ END_TOKEN = 1
 class KnownText:
     """Tokens of a prompt and its answer.
 
-    ``forced_runs`` has, for each answer token, the number of tokens that a grammar forces from
-    there; empty without a grammar. ``model_drafts`` has the draft model's tokens from there, with
-    their probabilities.
+    ``forced_runs`` has, for each answer token, the number of tokens that a grammar forces from that
+    token on; it is empty without a grammar. ``model_drafts`` has, for each answer token, the draft
+    model's tokens from that token on, with their probabilities.
     """
 
     prompt: tuple[int, ...]
@@ -34,19 +34,19 @@ class KnownText:
         )
 
     def model_drafts_at(self, position: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
-        """The draft model's tokens and probabilities from ``position`` on."""
+        """Return the draft model's tokens and probabilities from ``position`` on."""
         at = position - len(self.prompt)
         return self.model_drafts[at] if 0 <= at < len(self.model_drafts) else ((), ())
 
     def token_at(self, position: int) -> int:
-        """The token at ``position`` of prompt and answer; 0 after the end."""
+        """Return the token at ``position`` of prompt and answer; 0 after the end."""
         at = position - len(self.prompt)
         if at < 0:
             return self.prompt[position]
         return self.answer[at] if at < len(self.answer) else 0
 
     def forced_at(self, position: int) -> tuple[int, ...]:
-        """The tokens that a grammar forces from ``position`` on."""
+        """Return the tokens that a grammar forces from ``position`` on."""
         at = position - len(self.prompt)
         return (
             self.answer[at : at + self.forced_runs[at]] if 0 <= at < len(self.forced_runs) else ()
@@ -61,7 +61,7 @@ class OracleLookup:
         self._texts = texts
 
     def propose_drafts(self, tokens: Sequence[int], count: int) -> DraftProposal:
-        """Propose the right prefix of prompt lookup's drafts."""
+        """Propose the prompt lookup's drafts up to the first wrong one."""
         drafts, evidence, _ = self._lookup.propose_drafts(tokens, count)
         known = tuple(tokens)
         for text in self._texts:
@@ -74,9 +74,9 @@ class OracleLookup:
 
 
 def tokens_of(planned: PlannedRequest, count: int) -> tuple[int, ...]:
-    """The first ``count`` tokens of a request without content.
+    """Return the first ``count`` tokens of a request without content.
 
-    Shared prompt parts repeat their id; the rest is 0.
+    All tokens of a hashed block are its hash id plus 1; other tokens are 0.
     """
     tokens: list[int] = []
     for part in planned.hash_ids:
@@ -85,5 +85,5 @@ def tokens_of(planned: PlannedRequest, count: int) -> tuple[int, ...]:
 
 
 def token_of(last: int, position: int) -> int:
-    """The token at ``position`` of an answer without content that ends at ``last``."""
+    """Return the token at ``position`` of an answer without content that ends at ``last``."""
     return END_TOKEN if position == last else 0

@@ -11,8 +11,8 @@ from molink.sim.pc import Uplink
 from molink.sim.tcp import OnPassed, TcpConnection
 from molink.wire.messages.data_plane import Channel
 
-#: Called for every message with its source stage, whether it has prefill rows, and its begin and
-#: end at the bottleneck.
+#: Called for every message with its source stage, whether it has prefill rows, and the times when
+#: it begins and ends to pass the bottleneck.
 OnTransfer = Callable[[int, bool, float, float], None]
 
 
@@ -25,25 +25,25 @@ class LinkModel(Protocol):
 
     @property
     def reply_s(self) -> float:
-        """Seconds until a reply sent now arrives."""
+        """Seconds until a reply that is sent now arrives."""
 
     def send_message(self, channel: Channel, nbytes: int, at: float, passed: OnPassed) -> None:
-        """Send a message at ``at``; ``passed`` is called once its times are known."""
+        """Send a message at ``at`` seconds; call ``passed`` once its times are known."""
 
     def is_ready(self, channel: Channel, now: float) -> bool:
-        """Whether a channel accepts more."""
+        """Whether a channel accepts another message."""
 
     def call_when_ready(self, channel: Channel, callback: Callback) -> None:
-        """Run ``callback`` once when the channel accepts more."""
+        """Run ``callback`` once, as soon as the channel accepts another message."""
 
 
 class IdealLink:
-    """An uplink, then ``latency`` seconds.
+    """An uplink followed by ``latency`` seconds, without TCP.
 
-    Both channels share the uplink, message by message in the order of sending. (Two TCP connections
-    would share it segment by segment, so a decode could pass part of the other channel's backlog.)
-    A channel is congested with ``queue`` bytes in front of the bottleneck. Nothing is lost; the
-    uplink's rate excludes headers.
+    Messages of both channels pass the uplink one after another, in the order of sending. (Two TCP
+    connections would share it segment by segment, so a decode message could overtake part of the
+    other channel's backlog.) A channel is congested with ``queue`` bytes in front of the
+    bottleneck. Nothing is lost; the uplink's rate excludes headers.
     """
 
     def __init__(self, event_queue: EventQueue, uplink: Uplink, latency: float, queue: int) -> None:
@@ -53,7 +53,7 @@ class IdealLink:
         self._uplink = uplink
         self._latency = latency
         self._queue = queue
-        #: By channel: when messages pass the bottleneck, and their sizes.
+        #: By channel: when each message will have passed the bottleneck, and its bytes.
         self._passing: dict[Channel, deque[tuple[float, int]]] = {
             channel: deque() for channel in Channel
         }
@@ -67,7 +67,7 @@ class IdealLink:
         passed(begin, end, end + self._latency)
 
     def backlog_bytes(self, channel: Channel, now: float) -> int:
-        """Bytes of a channel that have not passed the bottleneck."""
+        """Return the bytes of a channel that have not passed the bottleneck at ``now`` seconds."""
         passing = self._passing[channel]
         while passing and passing[0][0] <= now:
             self._backlog[channel] -= passing.popleft()[1]
@@ -77,11 +77,11 @@ class IdealLink:
         return self.backlog_bytes(channel, now) < self._queue
 
     def call_when_ready(self, channel: Channel, callback: Callback) -> None:
-        """Schedule the known time: later messages can't make it earlier."""
+        """Schedule ``callback`` at the known time, which later messages can't change."""
         self._event_queue.schedule_at(self.ready_at(channel), callback)
 
     def ready_at(self, channel: Channel) -> float:
-        """When a congested channel will be ready."""
+        """Return when a congested channel will be ready, in seconds."""
         left = self._backlog[channel]
         for end, nbytes in self._passing[channel]:
             left -= nbytes
@@ -91,9 +91,9 @@ class IdealLink:
 
 
 class TcpLink:
-    """Two TCP connections that share their stage's uplink, then ``latency`` seconds.
+    """Two TCP connections that share their stage's uplink, followed by ``latency`` seconds.
 
-    Acknowledgements wait in the next stage's uplink queue, ``back``, but take none of its
+    Acknowledgements wait in ``back``, the next stage's uplink queue, but take none of its
     bandwidth. A channel is congested while its socket holds ``queue`` unsent bytes.
     """
 
@@ -123,7 +123,7 @@ class TcpLink:
             )
             for channel in Channel
         }
-        #: Bytes yet to be written.
+        #: Bytes of messages whose time of sending has not come.
         self._unwritten = dict.fromkeys(Channel, 0)
         self._written_at = dict.fromkeys(Channel, 0.0)
         #: Callbacks for congested channels.

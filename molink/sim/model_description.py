@@ -1,4 +1,4 @@
-"""Descriptions of models for plans: a shape, and the facts that placement needs."""
+"""Describes models for plans: a shape and the facts that placement needs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -22,7 +22,7 @@ from molink.sim.profiles import MAX_MODEL_LEN, ModelProfile, load_model
 
 @dataclass(frozen=True, slots=True)
 class ModelDescription:
-    """A model's shape, and the facts that placement needs."""
+    """A model's shape and the facts that placement needs."""
 
     name: str
     shape: ModelProfile
@@ -62,7 +62,7 @@ class ModelDescription:
     def from_folder(cls, folder: Path) -> "ModelDescription":
         """Describe the model of a folder or a GGUF file.
 
-        A folder's ``config.json`` suffices; weights, if present, tell how they are quantized.
+        A folder's ``config.json`` suffices. If weights are present, their quantization is read.
 
         Raises:
             ModelError: the model is missing, broken or unsupported.
@@ -75,7 +75,7 @@ class ModelDescription:
 
     @classmethod
     def from_catalog(cls, entry: CatalogEntry) -> "ModelDescription":
-        """Describe a model of the catalog, of which nothing need be on this PC.
+        """Describe a model of the catalog, without any of its files on this PC.
 
         Raises:
             ModelError: molink does not serve it.
@@ -86,7 +86,7 @@ class ModelDescription:
 
     @classmethod
     def from_facts(cls, config: ModelConfig, facts: ModelFacts, source: str) -> "ModelDescription":
-        """Describe a model by its config and facts; ``source`` tells where they are from."""
+        """Describe a model by its config and facts; ``source`` says where they come from."""
         shape = ModelProfile(
             name=facts.name,
             source=source,
@@ -116,7 +116,7 @@ class ModelDescription:
 
 
 def _read_folder(folder: Path) -> tuple[ModelConfig, Mapping[str, TensorSpec]]:
-    """Config and tensors of a folder, of which there may be none."""
+    """Read a folder's config and tensors; there may be no tensors."""
     if folder.is_dir():
         refuse_foreign_folder(folder)
     config = ModelConfig.load_folder(folder, "bf16")
@@ -127,7 +127,7 @@ def _read_folder(folder: Path) -> tuple[ModelConfig, Mapping[str, TensorSpec]]:
 
 
 def _mixture_fields(config: ModelConfig) -> dict[str, Any]:
-    """Fields of the profile of a model with experts, by the last layer that has them."""
+    """Return the profile's fields for experts, from the last layer that has experts."""
     with_experts = [layer for layer in range(config.layers) if config.layer_experts(layer)]
     if config.experts is None or not with_experts:
         return {}

@@ -18,18 +18,18 @@ from molink.swarm.placement.placement import (
     stage_setup,
 )
 
-#: Tokens before the one whose time is estimated.
+#: Number of tokens before the one whose time is estimated.
 _CONTEXT = 512
-#: The PC for which :func:`needed_memory` counts: a card on which molink's kernels work.
+#: The PC that :func:`needed_memory` assumes: a card on which molink's kernels work.
 _USUAL_CARD = StageSetup(kind="cuda", has_block_kernels=True, reads_pages=True)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFit:
-    """How a model fits: ``quantize`` is the mildest mode that does, ``None`` if none does.
+    """How a model fits: ``quantize`` is the least quantization that fits, or ``None``.
 
-    ``tokens_per_s`` are those of a single request; 0 if a PC has not been measured. ``reason``
-    says why it does not fit.
+    ``tokens_per_s`` is the speed of a single request; 0 if a PC has not been measured. ``reason``
+    says why the model does not fit in the requested mode.
     """
 
     quantize: Quantize | None
@@ -39,12 +39,12 @@ class ModelFit:
 
     @property
     def fits(self) -> bool:
-        """Whether it fits at all."""
+        """Whether the model fits in any mode."""
         return self.quantize is not None
 
 
 def needed_memory(facts: ModelFacts) -> int:
-    """Bytes that a model takes on one card with room for a short conversation."""
+    """Return the bytes that a model takes on one card, with room for a short conversation."""
     need = Footprint.of_stage(facts, _USUAL_CARD).min_bytes(facts.layers, opens=True, closes=True)
     return need * MARGIN_DIVISOR // (MARGIN_DIVISOR - 1)
 
@@ -57,7 +57,8 @@ def estimate_fit(
 ) -> ModelFit:
     """Place ``model`` as the coordinator would if it were the only one.
 
-    ``quantize`` is how it would be served; milder modes are not tried.
+    ``quantize`` is the mode in which it would be served. If it does not fit, only modes that take
+    less memory are tried.
     """
     links, usual = links or Links(), StageSetup(quantize=quantize)
     reason = ""
@@ -79,7 +80,7 @@ def _tokens_per_s(
     setup: StageSetup,
     links: Links,
 ) -> float:
-    """Tokens/s of a lone request: each stage reads its weights and KV once for a token."""
+    """Return a single request's tokens/s: each stage reads its weights and KV once per token."""
     peers: Mapping[str, Candidate] = {one.peer: one for one in candidates}
     facts, seconds = model.facts, 0.0
     for index, stage in enumerate(placed.stages):

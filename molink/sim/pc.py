@@ -11,7 +11,7 @@ class Uplink:
         self._free_at = 0.0
 
     def enqueue_or_drop(self, nbytes: int, now: float) -> float | None:
-        """When the last of ``nbytes`` has passed; ``None`` if they are dropped."""
+        """Return the seconds when the last of ``nbytes`` passes; ``None`` if they are dropped."""
         free = max(self._free_at, now)
         if free > now and (free - now) * self.rate + nbytes > self._queue_bytes:
             self.dropped_bytes += nbytes
@@ -20,13 +20,13 @@ class Uplink:
         return self._free_at
 
     def enqueue_bytes(self, nbytes: int, at: float) -> tuple[float, float]:
-        """When the first and the last of ``nbytes`` pass, without loss."""
+        """Enqueue without loss; return the seconds when the first and last of ``nbytes`` pass."""
         begin = max(at, self._free_at)
         end = self._free_at = begin + nbytes / self.rate
         return begin, end
 
     def queueing_s(self, now: float) -> float:
-        """Seconds that the next byte waits."""
+        """Return the seconds that the next byte waits."""
         return max(0.0, self._free_at - now)
 
 
@@ -37,16 +37,16 @@ class SimPc:
         self.uplink = uplink
         #: Whether it is connected.
         self.is_present = True
-        #: Factor on the device's step times, for a hot or busy device.
+        #: Factor on the device's step times, for a device that is hot or busy.
         self.slowdown = 1.0
-        #: Seconds of computation.
+        #: Seconds in which the device has computed.
         self.busy_s = 0.0
         self._free_at = 0.0
 
     def reserve_device(self, seconds: float, now: float) -> float:
         """Reserve the device for ``seconds`` at slowdown 1.
 
-        Returns the seconds until it is done, including the queue of other stages.
+        Returns the seconds until the computation ends, including the wait for other stages.
         """
         seconds *= self.slowdown
         wait = self._free_at - now if self._free_at > now else 0.0
@@ -56,7 +56,7 @@ class SimPc:
         return seconds
 
     def prolong_step(self, seconds: float) -> float:
-        """Add ``seconds`` at slowdown 1 to the step that runs; returns the added seconds."""
+        """Prolong the running step by ``seconds`` at slowdown 1; return the seconds added."""
         seconds *= self.slowdown
         self.busy_s += seconds
         self._free_at += seconds

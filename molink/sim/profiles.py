@@ -16,7 +16,7 @@ from molink.sim.congestion.base import CONGESTION_CONTROLS
 
 #: One Mbit/s in bytes/s.
 MBPS = 1e6 / 8
-#: Default maximum of prompt and answer together, in tokens.
+#: Default maximum length of prompt plus answer, in tokens.
 MAX_MODEL_LEN = 32_768
 
 
@@ -27,9 +27,9 @@ class DeviceProfile:
     ``memory_gbs`` (GB/s) and ``tflops`` (dense, 16 bit with 32-bit accumulation) are nominal;
     ``memory_efficiency`` and ``compute_efficiency`` are the shares that decoding and prefilling
     reach. ``step_ms`` is the fixed cost of a forward pass, ``tile`` the row granularity of matrix
-    products, ``memory_gb`` the device's memory. With ``blocks`` it multiplies by GGUF blocks
-    directly, as CPUs do. ``capability`` is an NVIDIA card's compute capability, 0 for others.
-    ``pcie_gbs`` (GB/s) is the rate of copies to and from pinned host memory, 0 if unknown.
+    products, ``memory_gb`` the device's memory. With ``blocks``, the device multiplies by GGUF
+    blocks directly, as CPUs do. ``capability`` is an NVIDIA card's compute capability, 0 for
+    others. ``pcie_gbs`` (GB/s) is the rate of copies to and from pinned host memory, 0 if unknown.
     """
 
     name: str
@@ -52,7 +52,7 @@ class DeviceProfile:
 
     @property
     def keeps_blocks(self) -> bool:
-        """Whether low-bit weights stay so, on a card if it passes molink's check."""
+        """Whether low-bit weights stay low-bit; a card must also pass molink's check."""
         return self.blocks or self.has_triton
 
     @property
@@ -68,13 +68,14 @@ class ModelProfile:
     A device that multiplies by GGUF blocks reads ``block_bytes`` per layer parameter and
     ``head_block_bytes`` per parameter of the output head; 0 if there are no blocks.
 
-    Of a mixture, ``intermediate`` is the width that a row meets, ``expert_share`` the share of a
-    layer's bytes that are experts, of which a row reads ``chosen_share``; bytes per parameter count
-    all experts, so the output head has ``head_bytes`` (0: as layers).
+    For a mixture of experts, ``intermediate`` is the width that a row computes with.
+    ``expert_share`` is the experts' share of a layer's bytes, and a row reads ``chosen_share`` of
+    the experts. Since the bytes per parameter count all experts, the output head has its own
+    ``head_bytes`` (0: as in layers).
 
-    If some layers are recurrent, ``attention_share`` of the layers have attention, and the others
-    keep ``state_bytes`` of a request, as an average over all layers. The last stage has
-    ``mtp_layers`` more, for MTP.
+    If some layers are recurrent, ``attention_share`` of the layers have attention. ``state_bytes``
+    is a request's recurrent state per layer, averaged over all layers. The last stage has
+    ``mtp_layers`` additional layers for MTP.
     """
 
     name: str
@@ -99,20 +100,20 @@ class ModelProfile:
     mtp_layers: int = 0
 
     def read_share(self, rows: int) -> float:
-        """Share of a layer's bytes that ``rows`` rows read, which choose experts independently."""
+        """Return the share of a layer's bytes that ``rows`` rows read with independent experts."""
         return 1.0 - self.expert_share * (1.0 - self.chosen_share) ** rows
 
     @property
     def layer_parameters(self) -> int:
-        """Parameters of one layer's matrices, of a mixture's those that a row meets."""
+        """Parameters of one layer's matrices; in a mixture, those that a row computes with."""
         attention = self.hidden * self.head_size * (2 * self.heads + 2 * self.kv_heads)
         return attention + 3 * self.hidden * self.intermediate
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of one token's keys and values in a layer that has some.
+        """Bytes of one token's keys and values in an attention layer.
 
-        They are in 16 bits, or in 8 with scales.
+        They have 16 bits each, or 8 bits with scales.
         """
         if self.kv_cache_dtype == "int8":
             return self.kv_kinds * self.kv_heads * (self.head_size + KV_SCALE_BYTES)
@@ -123,11 +124,12 @@ class ModelProfile:
 class LinkProfile:
     """A link: bandwidth in Mbps, one-way latency in ms, and the payload's share of the bandwidth.
 
-    ``efficiency`` is what TCP, IP and CURVE leave: 1448 of 1500 bytes on the wire (0.965), less
-    acknowledgements and ZeroMQ frames. ``queue_kb`` (kB) is what sockets and router buffer of each
-    channel in front of the bottleneck, which delays decodes behind a full bulk channel; with a
-    ``congestion`` control, it is the router's queue and each socket's buffer. ``handling_ms`` is
-    the receiving PC's time per message (event loop, decryption, thread switches).
+    ``efficiency`` is the share that TCP, IP and CURVE leave: 1448 of 1500 bytes on the wire
+    (0.965), less acknowledgements and ZeroMQ frames. ``queue_kb`` (kB) is the amount that sockets
+    and router buffer for each channel in front of the bottleneck; decodes wait behind a full bulk
+    channel. With a ``congestion`` control, it is the size of the router's queue and of each
+    socket's buffer. ``handling_ms`` is the receiving PC's time per message (event loop, decryption,
+    thread switches).
     """
 
     bandwidth_mbps: float = 100.0
@@ -159,7 +161,7 @@ class LinkProfile:
 
     @property
     def handling(self) -> float:
-        """Seconds from a message's arrival until the stage has it."""
+        """Seconds from a message's arrival until the stage receives it."""
         return self.handling_ms / 1000
 
     @property
@@ -184,7 +186,7 @@ _MAY_BE_ZERO = {
     "state_bytes",
     "mtp_layers",
 }
-#: Keys whose value is a share of 1.
+#: Keys whose value is a share between 0 and 1.
 _SHARES = {
     "memory_efficiency",
     "compute_efficiency",
@@ -245,7 +247,7 @@ def _load(shape: type[_Profile], kind: ProfileKind, name: str) -> _Profile:
 
 
 def _find_name(kind: ProfileKind, name: str) -> str:
-    """The bundled profile that a person means by ``name``, as in "NVIDIA GeForce RTX 4090".
+    """Find the bundled profile that ``name`` means, for example "NVIDIA GeForce RTX 4090".
 
     Raises:
         UsageError: there is none.
@@ -263,7 +265,7 @@ def _find_name(kind: ProfileKind, name: str) -> str:
 
 
 def _plain_name(name: str) -> str:
-    """A name in lower case without brand, spaces and hyphens."""
+    """Return a name in lower case without brand, spaces and hyphens."""
     return re.sub(r"nvidia|geforce|gpu|[^a-z0-9.+]", "", name.lower())
 
 

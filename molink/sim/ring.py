@@ -1,4 +1,4 @@
-"""A simulated ring: real deciders with simulated executors and links."""
+"""A simulated ring: the real scheduler, stages and links with simulated executors and networks."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -24,7 +24,7 @@ OnBroken = Callable[[int, str], None]
 class SimRing:
     """A ring of ``template`` over ``pcs``, one per stage, in virtual time.
 
-    ``create_receiver`` creates the receiver of its scheduler's emissions. Rings may share PCs, and
+    ``create_receiver`` creates the receiver of the scheduler's emissions. Rings may share PCs, and
     PCs may share uplinks.
     """
 
@@ -55,7 +55,7 @@ class SimRing:
             stage.start()
 
     def close(self) -> None:
-        """End the ring; events under way have no effect."""
+        """End the ring; pending events have no effect."""
         for stage in self._stages:
             stage.close()
 
@@ -158,7 +158,7 @@ class SimRing:
 
     @property
     def waited_s(self) -> list[float]:
-        """Seconds that each stage's steps waited for host memory copies."""
+        """Seconds for which each stage's steps waited for copies to or from host memory."""
         return [executor.waited_s for executor in self._executors]
 
     @property

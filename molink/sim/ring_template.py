@@ -1,4 +1,4 @@
-"""What all rings of a scenario have in common."""
+"""The parts that all rings of a scenario share."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -89,7 +89,7 @@ class RingTemplate:
         )
 
     def host_memory(self, stage: int) -> HostMemory:
-        """Host memory of a stage for swapped KV."""
+        """Bytes of a stage's host memory for swapped KV."""
         scenario = self.scenario
         pcie = scenario.device_profiles[stage].pcie_gbs * 1e9
         if scenario.preemption_mode == "recompute" or not pcie:

@@ -1,7 +1,8 @@
 """Roofline model of a stage's step times.
 
-A step takes the longer of reading all weights once and computing every row. Attention adds to it: a
-decode row reads the KV of all previous tokens, a prefill row computes with them.
+A step takes the longer of reading all weights once and computing every row. Attention adds to that:
+a decode row reads the KV of all previous tokens, and a prefill row computes with all previous
+tokens.
 """
 
 import math
@@ -14,18 +15,21 @@ from molink.facts.footprint import count_pool_blocks
 from molink.facts.profile import Profile
 from molink.sim.profiles import DeviceProfile, ModelProfile
 
-#: Points of a profile, as stages measure them.
+#: Numbers of rows in a profile, the same that stages measure.
 _DECODE_ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 _PREFILL_ROWS = (16, 32, 64, 128, 256, 512, 1024, 2048)
 _CONTEXT = 128
-#: Share of a device's memory for weights and KV blocks, before activations.
+#: Share of a device's memory for weights, KV blocks and activations.
 _MEMORY_SHARE = 0.9
 _ACTIVATIONS_GB = 0.75
 
 
 class StepRows(msgspec.Struct, frozen=True):
-    """Rows of a step: ``decode`` rows after ``decode_context`` tokens in all, ``prefill`` rows
-    attending to ``prefill_context`` tokens in all, and ``sampled`` rows of logits."""
+    """Numbers of rows of a step.
+
+    ``decode`` rows attend to ``decode_context`` tokens in total, ``prefill`` rows to
+    ``prefill_context`` tokens in total; ``sampled`` rows need logits.
+    """
 
     decode: int = 0
     decode_context: int = 0
@@ -36,7 +40,7 @@ class StepRows(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class HostShare:
-    """The share of a stage's routed experts that lie in host memory, and the CPU beside it."""
+    """The share of a stage's routed experts in host memory, and the CPU that computes them."""
 
     share: float
     cpu: DeviceProfile
@@ -55,8 +59,8 @@ class HostShare:
 class Roofline:
     """A stage: ``layers`` layers of ``model`` on ``device``, with logits if ``is_last``.
 
-    A last stage with an MTP layer runs that layer in each step and reads the head twice.
-    Experts of ``host`` are read and computed there, after those of the device.
+    A last stage with an MTP layer runs that layer in each step and reads the head twice. The CPU of
+    ``host`` reads and computes its experts after those of the device.
     """
 
     def __init__(
@@ -85,7 +89,7 @@ class Roofline:
         weight, end = (
             in_blocks if device.keeps_blocks and in_blocks else usual for in_blocks, usual in kinds
         )
-        # An MTP layer has its experts on the device.
+        # An MTP layer keeps all its experts on the device.
         self._away = away = 0.0 if host is None else host.share * layers / self._all_layers
         #: Bytes of experts in host memory.
         self.host_bytes = away * model.expert_share * weights * weight
@@ -93,7 +97,8 @@ class Roofline:
         self.weight_bytes = weights * weight + (1 + behind) * logits * end - self.host_bytes
         logits *= 1 + behind
         met = model.expert_share * model.chosen_share
-        # Operations of a row on the host, which takes seconds to read experts, and per row.
+        # The host's share of a row's operations, its seconds to read its experts, and its seconds
+        # per row.
         rows_away = away * met / (1 - model.expert_share + met)
         self._host_read_s = self._host_row_s = 0.0
         if host is not None:
@@ -104,15 +109,15 @@ class Roofline:
         self._row_s = 2 * weights * (1 - rows_away) / compute
         self._read_logits_s = logits * end / memory
         self._row_logits_s = 2 * logits / compute
-        #: Seconds per token before a decode row, and before a prefill row.
+        #: Seconds per previous token of a decode row, and of a prefill row.
         attended = self._all_layers * model.attention_share
         self._decode_token_s = attended * model.kv_bytes / memory
         self._prefill_token_s = 4 * attended * model.heads * model.head_size / compute
-        #: Seconds to read and write the states of a decode row.
+        #: Seconds to read and write the recurrent states of a decode row.
         self._state_s = 2 * layers * model.state_bytes / memory
 
     def step_s(self, rows: StepRows) -> float:
-        """Seconds of one fused step."""
+        """Return the seconds of one fused step."""
         count = rows.decode + rows.prefill
         padded = count if count <= self._tile else -(-count // self._tile) * self._tile
         model = self._model
@@ -126,7 +131,7 @@ class Roofline:
         return seconds + self._prefill_token_s * rows.prefill_context
 
     def make_profile(self) -> Profile:
-        """``T_d`` and ``T_p`` as the stage would measure them."""
+        """Return ``T_d`` and ``T_p`` as the stage would measure them, in seconds."""
         return Profile(
             decode=tuple((rows, self._decode_s(rows)) for rows in _DECODE_ROWS),
             prefill=tuple((rows, self._prefill_s(rows)) for rows in _PREFILL_ROWS),
@@ -146,24 +151,24 @@ class Roofline:
 
     @property
     def kv_token_bytes(self) -> int:
-        """Bytes of one token's keys and values, for an average share of recurrent layers."""
+        """Bytes of one token's keys and values, with the average share of attention layers."""
         model = self._model
         return math.ceil(self._all_layers * model.attention_share * model.kv_bytes)
 
     def kv_tokens(self, device: DeviceProfile) -> int:
-        """Tokens whose KV fits in addition to the weights; 0 if the weights don't fit."""
+        """Return how many tokens' KV fits beside the weights; 0 if the weights don't fit."""
         room = max(0, int(memory_for_stages(device) - self.weight_bytes))
         states = math.ceil(self.layers * self._model.state_bytes)
         return count_pool_blocks(room, self.kv_token_bytes, 1, states)
 
 
 def memory_for_stages(device: DeviceProfile) -> float:
-    """Bytes of a device for weights and KV."""
+    """Return the bytes of a device that are available for weights and KV."""
     return _MEMORY_SHARE * device.memory_gb * 1e9 - _ACTIVATIONS_GB * 1e9
 
 
 def split_layers(layers: int, stages: int) -> list[int]:
-    """Layers of each stage, as even as possible; the first stages get the remainder."""
+    """Split layers as evenly as possible; the first stages get the remainder."""
     return [layers // stages + (index < layers % stages) for index in range(stages)]
 
 
@@ -173,7 +178,7 @@ def stage_rooflines(
     layers: Sequence[int],
     hosts: Sequence[HostShare | None] = (),
 ) -> Sequence[Roofline]:
-    """The stages of a ring by device, layers, and experts in host memory, if any."""
+    """Return rooflines of a ring's stages; ``hosts`` has each stage's experts in host memory."""
     last, beside = len(devices) - 1, hosts or [None] * len(devices)
     return [
         Roofline(device, model, count, is_last=index == last, host=host)

@@ -16,33 +16,33 @@ from molink.wire.messages.data_plane import MAX_MICRO_BATCHES
 
 Compression = Literal["none", "lossless"]
 
-#: Maximum stages that the wire can address.
+#: Maximum number of stages that the wire can address.
 MAX_STAGES = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """One simulation. By default all features are on.
+    """One simulation, by default with all features on.
 
-    Baselines are built by :meth:`make_baseline`: ``policy="fifo"`` or ``"concurrent"`` with
+    :meth:`make_baseline` builds baselines: ``policy="fifo"`` or ``"concurrent"`` with
     ``cut_through=False``, ``compression="none"``, ``micro_batches=stages``,
     ``prefill_only_batches=False`` and ``max_num_batched_tokens=workload.max_prompt`` (a prompt is
     one volume, stored and forwarded).
 
     Scheduling settings are those of :class:`molink.scheduler.config.SchedulerConfig`. ``policy``
     applies to links, ``scheduling_policy`` to the scheduler. ``tensors_per_row`` is 2 if hidden
-    state and residual travel separately (vLLM 0.7). Lossless compression shrinks rows to ``1 /
+    state and residual are sent separately (vLLM 0.7). Lossless compression shrinks rows to ``1 /
     compression_ratio`` (bf16: 1.43 to 1.47 measured). ``devices``, ``layers``, ``links`` and
     ``hosts`` (experts in host memory) are per stage, if they differ; ``shape`` replaces the model's
     profile.
 
-    With ``texts``, request ``i`` is the ``i``-th text, cyclically, and the workload must have their
-    sizes. Without, prompts and answers have no content and there can't be drafts. ``oracle_drafts``
-    stops lookup before the first wrong draft. ``prefix_cache`` keeps KV of finished requests, and
-    their answers for drafts; it is on anyway if the workload's prompts share prefixes. Each stage
-    has ``swap_gb`` (GB) of host memory for ``preemption_mode``; ``free_copies`` makes its copies
-    instantaneous, as an upper bound. A ``draft_model`` on the first stage's device takes the time
-    of its shape and proposes the texts' known drafts.
+    With ``texts``, request ``i`` uses the ``i``-th text, cyclically, and the workload must have the
+    texts' sizes. Without them, prompts and answers have no content, so there are no drafts.
+    ``oracle_drafts`` stops lookup before the first wrong draft. ``prefix_cache`` keeps the KV of
+    finished requests, and their answers for drafts; it is always on if the workload's prompts share
+    prefixes. Each stage has ``swap_gb`` (GB) of host memory for ``preemption_mode``;
+    ``free_copies`` makes its copies instantaneous, as an upper bound. A ``draft_model`` runs on the
+    first stage's device; its shape determines its time, and it proposes the texts' known drafts.
 
     Raises:
         UsageError: a number is out of range, or a profile or policy is unknown.
@@ -113,7 +113,7 @@ class Scenario:
         device: str = "rtx4090",
         model: str = "qwen-7b",
     ) -> "Scenario":
-        """All features off: one tensor per hop, whole prompts stored and forwarded, ``K = N``."""
+        """Build a scenario with all features off: whole prompts stored and forwarded, ``K = N``."""
         return cls(
             workload,
             stages,
@@ -136,7 +136,7 @@ class Scenario:
         return tuple(load_device(name) for name in self.devices)
 
     def link_from(self, index: int) -> LinkProfile:
-        """The link from stage ``index`` to the next."""
+        """Return the link from stage ``index`` to the next stage."""
         return self.links[index] if self.links else self.link
 
     @property
@@ -164,7 +164,7 @@ class Scenario:
 
     @property
     def switches(self) -> dict[str, object]:
-        """The features that distinguish runs of a comparison, as in the result's JSON."""
+        """Return the features that distinguish the runs of a comparison, for the result's JSON."""
         return {
             "policy": self.policy,
             "scheduling_policy": self.scheduling_policy,

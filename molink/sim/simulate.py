@@ -44,7 +44,7 @@ class SimPipeline:
         )
 
     def run(self, until: float) -> None:
-        """Serve the plan to its end, or until that time in virtual seconds."""
+        """Serve the plan to its end, or until ``until`` virtual seconds."""
         self.ring.start()
         self.clients.start()
         self._check_progress()
@@ -52,7 +52,7 @@ class SimPipeline:
         self.event_queue.run(until)
 
     def slow_stage(self, stage: int, factor: float, at: float) -> None:
-        """Multiply a stage's step times by ``factor`` from ``at`` on."""
+        """Multiply a stage's step times by ``factor`` from ``at`` seconds on."""
         self.event_queue.schedule_at(at, setattr, self._pcs[stage], "slowdown", factor)
 
     def _check_progress(self) -> None:
@@ -92,7 +92,7 @@ class SimPipeline:
 
 #: Minimum virtual seconds for the last requests to end, in addition to the run's length.
 GRACE_S = 3600.0
-#: Windows can't wait for more processes at once.
+#: Maximum number of processes; Windows can't wait for more at once.
 _MAX_PROCESSES = 60
 
 
@@ -100,12 +100,12 @@ _MAX_PROCESSES = 60
 class SimulationOutcome:
     """Results of a simulation.
 
-    ``floor_s`` is the minimum time per token: one-row steps of all stages, latencies and
+    ``floor_s`` is the minimum seconds per token: one-row steps of all stages, latencies, and
     uncompressed one-row transfers at nominal bandwidth. ``bubble_share`` is each stage's idle share
     of the time with live requests, ``link_utilisation`` each link's busy share (the last leads back
     to the first stage). ``micro_batches`` is ``K`` at the end. ``kv_peak`` is the maximum share of
-    KV blocks in use; with ``preemptions``, or a peak near 1, the ring was saturated. Of ``drafted``
-    tokens, ``accepted`` were right. ``tpots`` are the seconds per output token by request.
+    KV blocks in use; with ``preemptions``, or a peak near 1, the ring was saturated. ``accepted``
+    of the ``drafted`` tokens were right. ``tpots`` are the seconds per output token by request.
     """
 
     scenario: Scenario
@@ -121,7 +121,7 @@ class SimulationOutcome:
     tpots: tuple[float, ...] = ()
 
     def as_json(self) -> dict[str, object]:
-        """The report and the simulation's figures as plain values."""
+        """Return the report and the simulation's figures as plain values."""
         scenario = self.scenario
         return self.report.as_json() | {
             "rate": scenario.workload.rate,
@@ -182,8 +182,7 @@ def simulate_scenario(scenario: Scenario, timeline: Timeline | None = None) -> S
 
 @contextmanager
 def disable_gc() -> Iterator[None]:
-    """Disable the garbage collector: there are millions of short-lived tuples and hardly a
-    cycle."""
+    """Disable the garbage collector: a run has millions of short-lived tuples and few cycles."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -196,7 +195,7 @@ def disable_gc() -> Iterator[None]:
 def simulate_scenarios(
     scenarios: Sequence[Scenario], processes: int | None = None
 ) -> list[SimulationOutcome]:
-    """Run scenarios on ``processes`` processes (default: one per CPU); results in their order."""
+    """Run scenarios on ``processes`` processes (default: one per CPU); return results in order."""
     processes = min(processes or os.cpu_count() or 1, len(scenarios), _MAX_PROCESSES)
     if processes < 2:
         return [simulate_scenario(scenario) for scenario in scenarios]

@@ -15,9 +15,9 @@ from molink.swarm.placement.placement import Candidate, candidate_from_device
 
 @dataclass(frozen=True, slots=True)
 class SwarmCapacity:
-    """PCs and their links; ``place`` names them in a sentence.
+    """PCs and their links; ``place`` names them within a sentence.
 
-    ``quantize`` is how this PC would serve a model.
+    ``quantize`` is the mode in which this PC would serve a model.
     """
 
     place: str
@@ -32,12 +32,12 @@ class SwarmCapacity:
 
     @property
     def is_measured(self) -> bool:
-        """Whether all PCs know how fast they read memory; else speeds are unknown."""
+        """Whether all PCs have measured how fast they read memory; otherwise speeds are unknown."""
         return all(one.read_rate > 0 for one in self.candidates)
 
 
 def read_capacity(found: SwarmStatus, quantize: Quantize = "none") -> SwarmCapacity:
-    """The capacity of a running swarm."""
+    """Return the capacity of a running swarm."""
     online = [one for one in found.peers if one.state == "online"]
     offers = (_peer_candidate(one, found) for one in online)
     candidates = tuple(one for one in offers if one is not None)
@@ -48,7 +48,7 @@ def read_capacity(found: SwarmStatus, quantize: Quantize = "none") -> SwarmCapac
 
 @dataclass(frozen=True, slots=True)
 class FoundModel:
-    """An entry with what follows from its shape; ``download`` and ``memory`` in bytes."""
+    """A catalog entry with figures derived from its shape; ``download`` and ``memory`` in bytes."""
 
     entry: CatalogEntry
     parameters: int
@@ -78,7 +78,7 @@ class FoundModel:
 
 
 def describe_entry(entry: CatalogEntry, capacity: SwarmCapacity) -> FoundModel:
-    """Describe a model and how it would fit."""
+    """Describe a catalog entry and how it would fit."""
     model, weights = ModelDescription.from_catalog(entry), entry.describe_weights()
     return FoundModel(
         entry,
@@ -90,9 +90,9 @@ def describe_entry(entry: CatalogEntry, capacity: SwarmCapacity) -> FoundModel:
 
 
 def explain_misfit(entry: CatalogEntry, capacity: SwarmCapacity) -> str:
-    """Why the PCs have no memory for a model, and what of its family would fit; empty if they do.
+    """Explain why a model does not fit and which of its family would; empty if it fits.
 
-    PCs that offer nothing yet are no reason.
+    The result is also empty while no PC offers memory.
     """
     if not capacity.candidates:
         return ""
@@ -112,9 +112,9 @@ def explain_misfit(entry: CatalogEntry, capacity: SwarmCapacity) -> str:
 
 
 def _peer_candidate(peer: PeerStatus, status: SwarmStatus) -> Candidate | None:
-    """The candidate of a PC that offers to hold layers.
+    """Return the candidate of a PC that offers to hold layers.
 
-    A PC of an older version tells no more than its memory.
+    PCs with an older version report only their memory.
     """
     if peer.stage == "none" or (peer.capacity is None and not peer.memory):
         return None
@@ -128,7 +128,7 @@ def _peer_candidate(peer: PeerStatus, status: SwarmStatus) -> Candidate | None:
 
 
 def _read_links(status: SwarmStatus, candidates: tuple[Candidate, ...]) -> Links:
-    """The links of the serving rings, as their stages have measured them."""
+    """Return the links of the serving rings, as measured by their stages."""
     links = Links()
     for one in candidates:
         links.set_primary_peer(one.peer, one.primary_peer)

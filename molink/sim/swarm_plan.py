@@ -1,4 +1,4 @@
-"""Plans of a hypothetical swarm: the ring that the coordinator would place.
+"""Plans a hypothetical swarm: the ring that the coordinator would place.
 
 Uses data sheets (:mod:`molink.sim.roofline`) instead of measurements.
 """
@@ -39,8 +39,8 @@ from molink.swarm.placement.rings import MICRO_BATCHES_PER_STAGE
 class PlannedStage:
     """A stage: bytes of ``weights``, KV capacity in tokens, and the seconds of a one-row step.
 
-    ``host_weights`` are bytes of experts in RAM. ``link_s`` is the time to the next stage (0:
-    none).
+    ``host_weights`` is the bytes of experts in RAM. ``link_s`` is the seconds to the next stage (0:
+    no link).
     """
 
     device: str
@@ -56,8 +56,8 @@ class PlannedStage:
 class SwarmPlan:
     """The ring, the PCs without a stage, and the effect of one more PC.
 
-    ``now`` describes the ring itself in the terms of ``more``. Weights are taken to stay low-bit on
-    the cards ``packing``.
+    ``more`` has an estimate for each additional PC, ``now`` the same for the ring itself. The plan
+    assumes that weights stay low-bit on the cards in ``packing``.
     """
 
     model: str
@@ -71,7 +71,7 @@ class SwarmPlan:
     packing: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, object]:
-        """Plain values, the forecast's among them."""
+        """Return plain values, including the forecast's."""
         values = asdict(self)
         return {**values.pop("forecast"), **values}
 
@@ -91,7 +91,7 @@ def plan_swarm(
     """Place ``model`` on one PC for each of ``devices``, with equal links between all PCs.
 
     A PC with several devices is named with ``+`` between them; each device holds its own stage.
-    ``expert_memory`` are bytes of each PC's RAM for experts that don't fit its devices.
+    ``expert_memory`` has the bytes of each PC's RAM for experts that don't fit its devices.
 
     Raises:
         UsageError: a device is unknown, the model doesn't fit, or a number is out of range.
@@ -139,7 +139,7 @@ def plan_swarm(
 
 
 def least_quantized(model: ModelDescription, devices: Sequence[str]) -> Quantize | None:
-    """The mildest quantization that fits into ``devices``; ``None`` if none does."""
+    """Return the least quantization that fits ``devices``; ``None`` if none does."""
     mode: Quantize
     for mode in get_args(Quantize):
         if isinstance(
@@ -152,7 +152,7 @@ def least_quantized(model: ModelDescription, devices: Sequence[str]) -> Quantize
 
 @dataclass(frozen=True, slots=True)
 class _DescribedDevice:
-    """A device of a hypothetical PC, with its share of the RAM for experts, in bytes."""
+    """A device of a hypothetical PC and its part of the PC's RAM for experts, in bytes."""
 
     peer: str
     device: str
@@ -177,7 +177,7 @@ def _peers(pcs: Sequence[str], expert_memory: Sequence[int]) -> list[_DescribedD
 def _share_experts(
     model: ModelDescription, device: _DescribedDevice, stage: PlacedStage, setup: StageSetup
 ) -> HostShare | None:
-    """The share of a stage's experts that lie in host memory, as its daemon would plan it."""
+    """Return the share of a stage's experts in host memory, as its daemon would plan it."""
     if model.facts.experts is None or not device.expert_memory:
         return None
     candidate = make_candidate(device.peer, device.device, device.expert_memory)
@@ -231,7 +231,7 @@ def _planned_stages(scenario: Scenario, forecast: RingForecast) -> tuple[Planned
 def _describe_bottleneck(
     stages: Sequence[PlannedStage], objective: Objective, times: RingTimes
 ) -> str:
-    """What limits the ring, for display."""
+    """Describe for display what limits the ring."""
     links, steps = sum(one.link_s for one in stages), sum(one.step_s for one in stages)
     slowest = max(range(len(stages)), key=lambda index: stages[index].step_s)
     stage = f"stage {stage_number(slowest)} ({stages[slowest].device})"
@@ -255,7 +255,7 @@ def _prospects(
     aim: PlacementGoal,
     setup: StageSetup,
 ) -> Iterator[RingEstimate]:
-    """The effect of one more PC of each device, where the ring can grow."""
+    """Estimate the effect of one more PC of each kind, if a ring with it can be placed."""
     for device in dict.fromkeys(devices):
         placed = _place_model(model, [*devices, device], link, aim, setup)
         if isinstance(placed, Placement):

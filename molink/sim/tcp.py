@@ -15,11 +15,11 @@ from molink.sim.congestion.bbr import burst_bytes
 from molink.sim.event_queue import EventQueue
 from molink.sim.pc import Uplink
 
-#: Bytes that are sent and acknowledged together: two segments (RFC 1122, section 4.2.3.2).
+#: Bytes that are sent and acknowledged at once: two segments (RFC 1122, section 4.2.3.2).
 _PAIR_BYTES = 2 * SEGMENT_BYTES
 
-#: Called when a message has arrived: when its first byte was sent, when its last one passed the
-#: uplink, and when all was there.
+#: Called when a message has arrived, with the times when its first byte was sent, when its last
+#: byte had passed the uplink, and when the whole message had arrived.
 OnPassed = Callable[[float, float, float], None]
 
 
@@ -33,7 +33,7 @@ class _SegmentPair:
     passed_at: float = 0.0
     has_arrived: bool = False
     is_acked: bool = False
-    # For the delivery rate.
+    # State of the delivery rate at the time of sending.
     delivered: int = 0
     delivered_at: float = 0.0
     first_sent_at: float = 0.0
@@ -49,12 +49,13 @@ class _TcpMessage:
 
 
 class TcpConnection:
-    """Sends messages over an uplink and a latency under congestion control.
+    """Sends messages over an uplink and a latency with congestion control.
 
-    Acknowledgements are selective (RFC 2018) and nothing is reordered, so bytes sent before others
-    that have arrived are lost (RFC 8985). If everything in flight was dropped, the last segments
-    are sent again after two round trips (a tail loss probe), then all. ``reply_s`` returns the
-    seconds that an acknowledgement takes; ``on_writable`` is called when bytes have been sent.
+    Acknowledgements are selective (RFC 2018) and nothing is reordered, so unacknowledged bytes that
+    were sent before acknowledged ones are lost (RFC 8985). If all bytes in flight were dropped, the
+    last segments are sent again after two round trips (a tail loss probe), and then all of them.
+    ``reply_s`` returns the seconds that an acknowledgement takes; ``on_room`` is called after bytes
+    have been sent.
     """
 
     def __init__(
@@ -69,25 +70,26 @@ class TcpConnection:
         self.controller = controller
         self._event_queue, self._uplink, self._latency = event_queue, uplink, latency
         self._reply_s, self._on_room = reply_s, on_room
-        #: Bytes written but not sent, and their offset in the stream.
+        #: Number of bytes written but not sent, and the stream offset of the first.
         self.unsent = 0
         self._next = 0
-        #: Messages of which nothing has been sent, and those that have not arrived.
+        #: Messages not sent yet, and messages sent at least in part that have not arrived.
         self._waiting: deque[_TcpMessage] = deque()
         self._messages: deque[_TcpMessage] = deque()
-        #: Segments in stream order: from the first that has not arrived, and from the first that is
+        #: Segments in stream order, from the first that has not arrived, and from the first that is
         #: not acknowledged.
         self._awaited: deque[_SegmentPair] = deque()
         self._open: deque[_SegmentPair] = deque()
-        #: Segments in order of sending, neither acknowledged nor known to be lost.
+        #: Segments that are neither acknowledged nor known to be lost, in order of sending.
         self._flight: deque[_SegmentPair] = deque()
         self._in_flight = 0
-        #: Segments of the flight that were not dropped.
+        #: Number of segments in flight that were not dropped.
         self._num_undropped = 0
         self._lost: deque[_SegmentPair] = deque()
-        #: Recovery ends when everything before it has arrived; ``None`` outside of recovery.
+        #: Stream offset up to which bytes must arrive to end the recovery; ``None`` outside of
+        #: recovery.
         self._recovery_end: int | None = None
-        #: When the last acknowledgement on its way arrives.
+        #: When the last acknowledgement that is under way arrives.
         self._reply_at = 0.0
         self._smoothed_round_trip = 2 * latency
         self._sent_at = 0.0
@@ -119,7 +121,7 @@ class TcpConnection:
         return self._in_flight
 
     def _send_pending(self) -> None:
-        """Send what window and pacing allow, lost segments first."""
+        """Send as much as window and pacing allow, lost segments first."""
         now, controller = self._event_queue.now, self.controller
         limited = False
         before = self.unsent
@@ -140,7 +142,7 @@ class TcpConnection:
             self._on_room()
 
     def _next_segments(self, room: int) -> _SegmentPair | None:
-        """The next segments to send, if the window has room."""
+        """Return the next segments to send; ``None`` if the window has no room."""
         if self._lost:
             if room < self._lost[0].nbytes and self._in_flight:
                 return None
@@ -175,7 +177,7 @@ class TcpConnection:
             self._event_queue.schedule_at(passes + self._latency, self._on_arrival, pair)
 
     def _advance_pacing(self, nbytes: int, now: float) -> None:
-        """Schedule the next transmission; half as long after the first of a burst (Linux)."""
+        """Compute when to transmit next; after a pause, shorten the gap by up to half (Linux)."""
         gap = nbytes / self.controller.pacing_rate
         if (late := now - self._paced_at) > 0:
             gap -= min(gap / 2, late)
@@ -201,7 +203,7 @@ class TcpConnection:
         while messages and messages[0].end <= received:
             message = messages.popleft()
             message.passed(message.sent_at, pair.passed_at, now)
-        # Acknowledgements from one queue arrive at once, apart from rounding.
+        # Acknowledgements leave one queue in order; ``max`` hides rounding errors.
         self._reply_at = max(self._reply_at, now + self._reply_s())
         self._event_queue.schedule_at(self._reply_at, self._on_acked, pair)
 
@@ -218,7 +220,7 @@ class TcpConnection:
         self._in_flight -= pair.nbytes
         self.delivered += pair.nbytes
         self._delivered_at = now
-        round_trip = round(now - pair.sent_at, 6)  # clocks count microseconds
+        round_trip = round(now - pair.sent_at, 6)  # real clocks count microseconds
         self._smoothed_round_trip += (round_trip - self._smoothed_round_trip) / 8
         acked = SegmentsAcked(
             now,
@@ -237,7 +239,8 @@ class TcpConnection:
         if self._recovery_end is not None and oldest >= self._recovery_end:
             self._recovery_end = None
             self.controller.on_recovered(now)
-        # If only the last was lost, its probe alone says so (RFC 8985, section 7.4).
+        # If only the last segments were lost, the acknowledged probe is the only sign of it (RFC
+        # 8985, section 7.4).
         if (lost or self._is_probing) and self._recovery_end is None:
             self._recovery_end = self._next
             self.controller.on_loss(now, self._in_flight)
@@ -246,24 +249,25 @@ class TcpConnection:
         self._send_pending()
 
     def _mark_lost(self, pair: _SegmentPair) -> int:
-        """Mark segments as lost; returns their bytes."""
+        """Mark segments as lost; return their bytes."""
         self._in_flight -= pair.nbytes
         self._lost.append(pair)
         return pair.nbytes
 
     def _delivery_rate(self, pair: _SegmentPair) -> float:
-        """The delivery rate (draft-cheng-iccrg-delivery-rate-estimation-00, section 3.3)."""
+        """Return the delivery rate (draft-cheng-iccrg-delivery-rate-estimation-00, section 3.3)."""
         sent = pair.sent_at - pair.first_sent_at
         acknowledged = self._delivered_at - pair.delivered_at
         self._first_sent_at = pair.sent_at
         took = max(sent, acknowledged)
-        # Acknowledgements take at least a round trip: less is rounding, or retransmission.
+        # An acknowledgement takes at least a round trip. A shorter time results from rounding or a
+        # retransmission.
         if took < 2 * self._latency - 1e-9:
             return 0.0
         return (self.delivered - pair.delivered) / took
 
     def _arm_timer(self) -> None:
-        """If no acknowledgement can come, probe after a while."""
+        """Schedule a probe or a timeout if no acknowledgement can come."""
         if self._flight and not self._num_undropped:
             wait = (
                 self._smoothed_round_trip + MIN_TIMEOUT

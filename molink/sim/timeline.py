@@ -7,8 +7,8 @@ from typing import Literal
 
 from molink.facts.layer_range import stage_number
 
-#: A step with decode rows, prefill rows or both; a message of decode rows or control, or of prefill
-#: rows.
+#: Kinds of bars: a step with decode rows, prefill rows or both; a message with decode rows or
+#: control data, or with prefill rows.
 BarKind = Literal["decode", "prefill", "fused", "decode sent", "prefill sent"]
 
 
@@ -59,7 +59,7 @@ _LEGEND: tuple[tuple[str, str], ...] = (
 )
 _LEFT, _WIDTH, _ROW, _GAP, _TOP = 90, 1100, 18, 6, 44
 _TITLE = 26
-#: Bars closer than this, in pixels, are drawn as one.
+#: Bars that are fewer pixels apart are drawn as one.
 _MERGE_GAP = 0.2
 
 

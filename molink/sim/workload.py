@@ -1,4 +1,4 @@
-"""Workloads: requests of a trace, or of one size."""
+"""Workloads: requests from a trace or of one size."""
 
 import math
 import random
@@ -14,7 +14,7 @@ from molink.errors import UsageError
 #: ``poisson``: a Poisson process; ``trace``: the trace's times, scaled to the rate.
 Arrivals = Literal["poisson", "trace"]
 
-#: Sanity limit of requests.
+#: Maximum number of requests (a sanity limit).
 MAX_REQUESTS = 1_000_000
 _MAX = sys.float_info.max
 
@@ -23,9 +23,9 @@ _MAX = sys.float_info.max
 class Workload:
     """Requests for ``warmup + duration`` seconds, at ``rate`` requests/s on average.
 
-    Requests of the warm-up are served but not counted. ``trace_rows`` with at most ``max_prompt``
-    and ``max_output`` tokens are used in order, cyclically; without a trace, every request has
-    ``input_tokens`` and ``output_tokens``. ``seed`` is that of Poisson arrivals.
+    Requests of the warm-up are served but not counted. The ``trace_rows`` with at most
+    ``max_prompt`` and ``max_output`` tokens are used in order, cyclically; without a trace, every
+    request has ``input_tokens`` and ``output_tokens``. ``seed`` determines the Poisson arrivals.
 
     Raises:
         UsageError: a number is out of range.
@@ -61,14 +61,14 @@ class Workload:
 
     @property
     def has_shared_prefixes(self) -> bool:
-        """Whether the trace tells which prompts share prefixes."""
+        """Whether the trace says which prompts share prefixes."""
         return any(row.hash_ids for row in self.trace_rows)
 
     def plan_requests(self) -> list[PlannedRequest]:
-        """The requests in order of arrival; ``at`` counts from the start of the warm-up.
+        """Plan requests in order of arrival; ``arrival_s`` counts from the start of the warm-up.
 
         Raises:
-            UsageError: the trace has no request of such a size, or none that arrives in time.
+            UsageError: the trace has no request within the limits, or no request arrives in time.
         """
         sizes = self._select_sizes()
         end = self.warmup + self.duration
@@ -115,7 +115,7 @@ class Workload:
         first, span = sizes[0].arrival_s, sizes[-1].arrival_s - sizes[0].arrival_s
         if span <= 0:
             raise UsageError("the trace's requests all arrive at once: use --arrivals poisson")
-        # With the gap after the last request, n requests take n / rate seconds.
+        # Together with the gap after the last request, n requests take n / rate seconds.
         cycle_s = len(sizes) / self.rate
         scale = cycle_s * (1 - 1 / len(sizes)) / span
         for number in count():
@@ -129,10 +129,10 @@ def _repeat_sizes(sizes: Sequence[TraceRow]) -> Iterator[TraceRow]:
 
 
 def check_ranges(ranges: Mapping[str, tuple[float, float, float]]) -> None:
-    """Check values, by option, against their minimum and maximum.
+    """Check each option's value against its minimum and maximum.
 
     Raises:
-        UsageError: one is out of range.
+        UsageError: a value is out of range.
     """
     for option, (value, minimum, maximum) in ranges.items():
         if not minimum <= value <= maximum:

@@ -1,7 +1,7 @@
 """BBR, version 1: draft-cardwell-iccrg-bbr-congestion-control-00 and Linux's tcp_bbr.c.
 
-Sections are the draft's. Left out: the estimate of aggregated acknowledgements, and the detection
-of policers (Linux).
+Section numbers refer to the draft. Two parts of Linux's implementation are omitted: the estimate of
+aggregated acknowledgements and the detection of policers.
 """
 
 from collections import deque
@@ -10,25 +10,28 @@ from math import inf, log
 
 from molink.sim.congestion.base import INITIAL_WINDOW, SEGMENT_BYTES, SegmentsAcked
 
-#: Doubles the delivery rate in a round trip (section 4.3.2.1).
+#: Gain that doubles the delivery rate in each round trip (section 4.3.2.1).
 HIGH_GAIN = 2 / log(2)
 #: Pacing gains of ProbeBW's phases, each about a minimum round trip long (section 4.3.4.3).
 _CYCLE = (1.25, 0.75, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0)
-#: The draft starts in a random phase but the second; here always in the third, for repeatability.
+#: The draft starts in a random phase except the second. The simulation always starts in the third,
+#: so that runs are repeatable.
 _FIRST_PHASE = 2
-#: Bandwidth-delay products in flight in ProbeBW.
+#: Bytes in flight in ProbeBW, in bandwidth-delay products.
 _WINDOW_GAIN = 2.0
-#: Round trips of the maximum rate filter (section 4.1.1.3).
+#: Number of round trips that the maximum filter of rates covers (section 4.1.1.3).
 _RATE_ROUNDS = 10
-#: The pipe is full after that many rounds without that growth (section 4.3.2.2).
+#: The pipe is full after this many rounds in which the rate did not grow by this factor (section
+#: 4.3.2.2).
 _FULL_ROUNDS, _FULL_GROWTH = 3, 1.25
-#: Lifetime of the minimum round trip, and duration of ProbeRTT (sections 4.1.2.3, 4.3.5).
+#: Seconds for which a minimum round trip is valid, and that ProbeRTT lasts (sections 4.1.2.3,
+#: 4.3.5).
 ROUND_TRIP_S, PROBE_S = 10.0, 0.2
-#: The window of ProbeRTT, and the minimum otherwise.
+#: Bytes of the window in ProbeRTT, and of the smallest window in other states.
 MIN_WINDOW = 4 * SEGMENT_BYTES
-#: Pacing stays a little below the rate, so that no queue remains (Linux).
+#: Pacing stays slightly below the rate, so that the queue drains (Linux).
 _MARGIN = 0.99
-#: Bursts that the window has room for in addition, on both ends (Linux).
+#: Number of bursts that the window admits in addition, for batching on both ends (Linux).
 _BURSTS = 3
 
 
@@ -42,12 +45,12 @@ class BbrMode(Enum):
 
 
 def burst_bytes(rate: float) -> int:
-    """Bytes sent together at that rate: those of a millisecond, at least two segments."""
+    """Return the bytes of a burst at ``rate`` bytes/s: one millisecond's, at least two segments."""
     return max(2 * SEGMENT_BYTES, int(min(rate * 0.001, 65536)))
 
 
 class _MaxFilter:
-    """The maximum rate of the last rounds."""
+    """The maximum rate of the last round trips."""
 
     def __init__(self) -> None:
         self._rates: deque[tuple[int, float]] = deque()
@@ -67,12 +70,12 @@ class _MaxFilter:
 class BbrTcp:
     """Paces by the maximum delivery rate, with two bandwidth-delay products in flight.
 
-    A connection that always has little to send stays in STARTUP, since no round fills the link: its
-    rate is that of its busiest round trip, and it paces at 2.89 times that.
+    A connection that never has much to send stays in STARTUP, since no round trip fills the link.
+    Its estimated rate is that of its busiest round trip, and it paces at 2.89 times that rate.
     """
 
     def __init__(self, round_trip: float) -> None:
-        """``round_trip`` is the handshake's, in seconds."""
+        """``round_trip`` is the handshake's duration in seconds."""
         self.window: float = INITIAL_WINDOW
         self.pacing_rate = HIGH_GAIN * INITIAL_WINDOW / round_trip
         self.mode = BbrMode.STARTUP
@@ -88,7 +91,7 @@ class BbrTcp:
         self._prior_window = 0.0
         self._delivered = self._in_flight = 0
         self._conserving = self._recovering = False
-        #: Rates of bytes sent before this many were delivered are ignored.
+        #: Ignore the rates of bytes that were sent before this many bytes were delivered.
         self._ignored = 0
 
     @property
@@ -97,7 +100,7 @@ class BbrTcp:
         return self._rates.maximum
 
     def on_restart(self, now: float, idle: float) -> None:
-        """After a pause, pace at the rate (section 4.3.4.4)."""
+        """After a pause, pace at the estimated rate (section 4.3.4.4)."""
         self._restarted = True
         if self.mode is BbrMode.PROBE_BW:
             self._set_pacing_rate(1.0)
@@ -108,7 +111,7 @@ class BbrTcp:
         """Do nothing."""
 
     def on_acked(self, acked: SegmentsAcked) -> None:
-        """Update the model, then window and pacing (section 3.4)."""
+        """Update the model of the path, then the window and the pacing rate (section 3.4)."""
         self._delivered, self._in_flight = acked.delivered, acked.in_flight
         begins = acked.delivered_before >= self._round_end
         if begins:
@@ -155,7 +158,7 @@ class BbrTcp:
         self._is_full = self._full_rounds >= _FULL_ROUNDS
 
     def _advance_cycle(self, acked: SegmentsAcked) -> None:
-        """Enter the next phase of ProbeBW when it is time (section 4.3.4.3)."""
+        """Enter the next phase of ProbeBW if the current one is over (section 4.3.4.3)."""
         if self.mode is not BbrMode.PROBE_BW:
             return
         before = acked.in_flight + acked.nbytes
@@ -180,7 +183,7 @@ class BbrTcp:
         self._phase, self._phase_at = _FIRST_PHASE, now
 
     def _probe_round_trip(self, acked: SegmentsAcked, begins: bool) -> None:
-        """Track the minimum round trip; enter ProbeRTT when it is old (section 4.3.5)."""
+        """Track the minimum round trip; enter ProbeRTT once it is too old (section 4.3.5)."""
         now = acked.now
         is_old = now > self._min_round_trip_at + ROUND_TRIP_S
         if acked.round_trip < self._min_round_trip or is_old:
@@ -221,13 +224,13 @@ class BbrTcp:
         return 1.0
 
     def _set_pacing_rate(self, gain: float) -> None:
-        """Before the pipe is full, the rate never decreases (section 4.2.1)."""
+        """Set the pacing rate; until the pipe is full, never decrease it (section 4.2.1)."""
         pacing_rate = gain * self.rate * _MARGIN
         if self.rate and (self._is_full or pacing_rate > self.pacing_rate):
             self.pacing_rate = pacing_rate
 
     def _target_window(self, gain: float) -> float:
-        """Bytes in flight: bandwidth-delay products and bursts (section 4.2.3.2)."""
+        """Return the target of bytes in flight: gain times BDP, plus bursts (section 4.2.3.2)."""
         if self._min_round_trip == inf:
             return INITIAL_WINDOW
         extra = _BURSTS * burst_bytes(self.pacing_rate)

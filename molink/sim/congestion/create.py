@@ -1,4 +1,4 @@
-"""Congestion control by name."""
+"""Creates congestion controls by name."""
 
 from molink.errors import UsageError
 from molink.sim.congestion.base import CONGESTION_CONTROLS, CongestionController
@@ -12,8 +12,8 @@ def create_controller(
 ) -> CongestionController:
     """Create the congestion control of a connection whose handshake took ``round_trip`` seconds.
 
-    BBR doesn't control the decode channel for long, and the bulk channel is always paced
-    (:mod:`molink.wire.sockets.tcp_info`).
+    As in :mod:`molink.wire.sockets.tcp_info`, the decode channel soon replaces BBR by paced CUBIC,
+    and the bulk channel is always paced.
 
     Raises:
         UsageError: the name is unknown.

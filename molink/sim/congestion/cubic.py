@@ -1,6 +1,6 @@
 """CUBIC (RFC 9438) with Linux's additions: HyStart, PRR, and window decay when idle.
 
-HyStart leaves slow start before the queue overflows (Ha and Rhee, 2011). Sections are those of RFC
+HyStart ends slow start before the queue overflows (Ha and Rhee, 2011). Section numbers refer to RFC
 9438 unless noted.
 """
 
@@ -8,22 +8,23 @@ from math import ceil, inf
 
 from molink.sim.congestion.base import INITIAL_WINDOW, MIN_TIMEOUT, SEGMENT_BYTES, SegmentsAcked
 
-#: Windows below this many segments are not examined.
+#: HyStart ignores windows of fewer segments.
 _MIN_WINDOW = 16
 #: Maximum seconds between acknowledgements of one train.
 _TRAIN_GAP = 0.002
-#: Round trips sampled before their minimum counts.
+#: Number of round-trip samples after which their minimum is used.
 _SAMPLES = 8
-#: Excess over the minimum round trip that indicates a full link: an eighth, within bounds.
+#: Increase of the round trip that indicates a full link: an eighth of the minimum round trip,
+#: within bounds in seconds.
 _DELAY_SHARE = 1 / 8
 _MIN_DELAY, _MAX_DELAY = 0.004, 0.016
 
 
 class HyStart:
-    """Detects a full link by a long train of acknowledgements, or by longer round trips."""
+    """Detects a full link by a long train of acknowledgements or by longer round trips."""
 
     def __init__(self, paced: bool = False) -> None:
-        """With ``paced``, a train may be a whole round trip long, as pacing stretches it."""
+        """With ``paced``, a train may last a whole round trip, since pacing stretches it."""
         self._train = 1.0 if paced else 0.5
         self._minimum = inf
         self._round_end = -1
@@ -32,7 +33,7 @@ class HyStart:
         self._min_of_round = inf
 
     def is_full(self, acked: SegmentsAcked, window: float) -> bool:
-        """Whether slow start should end, by an acknowledgement and the ``window`` in bytes."""
+        """Whether slow start should end after an acknowledgement; ``window`` is in bytes."""
         now = acked.now
         self._minimum = min(self._minimum, acked.round_trip)
         if acked.delivered > self._round_end:
@@ -51,14 +52,15 @@ class HyStart:
         return self._samples > _SAMPLES and self._min_of_round > self._minimum + more
 
 
-#: Growth in segments/s³, and the window's share after a loss (sections 4.1, 4.6).
+#: Growth in segments/s³, and the share of the window kept after a loss (sections 4.1, 4.6).
 _GROWTH = 0.4
 _DECREASE = 0.7
 #: Segments per round trip in the Reno-friendly region (section 4.3).
 _RENO = 3 * (1 - _DECREASE) / (1 + _DECREASE)
 #: Minimum growth per round trip before the first loss (Linux, tcp_cubic.c).
 _FIRST_GROWTH = 1 / 20
-#: Pacing rate in windows per round trip, in slow start and after (Linux, tcp_update_pacing_rate).
+#: Pacing rate in windows per round trip, during and after slow start (Linux,
+#: tcp_update_pacing_rate).
 _SLOW_START_GAIN, _PACING_GAIN = 2.0, 1.2
 #: Maximum growth in segments per acknowledged segment (section 4.4).
 _MAX_GROWTH = 0.5
@@ -67,8 +69,8 @@ _MAX_GROWTH = 0.5
 class CubicTcp:
     """A window that grows as a cubic function of the time since the last loss.
 
-    While a loss is repaired by proportional rate reduction (RFC 6937), ``window`` slightly exceeds
-    the bytes in flight. Nothing is paced. Unused windows decay (RFC 2861).
+    While proportional rate reduction (RFC 6937) repairs a loss, ``window`` slightly exceeds the
+    bytes in flight. Sending is not paced. Unused windows decay (RFC 2861).
     """
 
     pacing_rate: float = inf
@@ -80,16 +82,18 @@ class CubicTcp:
         self._hystart = HyStart(self.paced)
         self._hystarting = True
         self._round_trip = 0.0
-        #: The window before the last loss, in segments like the following; 0 before any loss.
+        #: The window before the last loss; 0 before any loss. This and the following windows are in
+        #: segments.
         self._w_max = 0.0
         self._origin = self._w_est = 0.0
-        #: Start of the cubic function, and when it returns to ``_origin``; ``None`` before.
+        #: Start time of the cubic function (``None`` before its start), and the seconds after which
+        #: it reaches ``_origin``.
         self._epoch: float | None = None
         self._k = 0.0
         self._recovering = False
         self._flight_size = self._repaired = self._repairs = 0
         self._in_flight = 0
-        # Whether the window is used (Linux, tcp_cwnd_validate).
+        # Tracks whether the window is used (Linux, tcp_cwnd_validate).
         self._limited = False
         self._max_in_flight = 0
         self._used_until = self._delivered = 0
@@ -97,7 +101,7 @@ class CubicTcp:
         self._used_at = 0.0
 
     def on_restart(self, now: float, idle: float) -> None:
-        """Halve the window for each idle timeout (RFC 2861); pauses don't count as growth time."""
+        """Halve the window for each idle timeout (RFC 2861); the window doesn't grow in pauses."""
         timeout = self._timeout
         if self._epoch is not None:
             self._epoch += idle
@@ -169,7 +173,7 @@ class CubicTcp:
             self._avoid_congestion(acked.now, nbytes / SEGMENT_BYTES)
 
     def _avoid_congestion(self, now: float, step_inputs: float) -> None:
-        """Congestion avoidance (sections 4.2 to 4.5)."""
+        """Grow the window in congestion avoidance (sections 4.2 to 4.5)."""
         window = self.window / SEGMENT_BYTES
         if self._epoch is None:
             self._epoch = now
@@ -201,7 +205,7 @@ class CubicTcp:
         self._epoch = None
 
     def _repair_loss(self, acked: SegmentsAcked) -> None:
-        """Proportional rate reduction, with slow start when too little is in flight (RFC 6937)."""
+        """Apply proportional rate reduction; slow start if too little is in flight (RFC 6937)."""
         self._repaired += acked.nbytes
         if acked.in_flight > self.threshold:
             more = ceil(self._repaired * self.threshold / self._flight_size) - self._repairs
@@ -216,7 +220,7 @@ class CubicTcp:
         self.window = self.threshold
 
     def on_timeout(self, now: float) -> None:
-        """Restart, up to the reduced window (section 4.8)."""
+        """Restart with one segment; slow start ends at the reduced window (section 4.8)."""
         self._reduce_window()
         self._w_max = 0.0
         self._recovering = False
@@ -227,7 +231,7 @@ class CubicTcp:
 class PacedCubicTcp(CubicTcp):
     """CUBIC as Linux paces it (:mod:`molink.wire.sockets.tcp_info`).
 
-    Used for bulk channels, and for decode channels that began under BBR and remain paced.
+    Used for bulk channels, and for decode channels that began with BBR and remain paced.
     """
 
     paced = True
@@ -239,7 +243,7 @@ class PacedCubicTcp(CubicTcp):
         self._set_pacing_rate()
 
     def on_acked(self, acked: SegmentsAcked) -> None:
-        """Grow, and adjust the pacing rate."""
+        """Grow the window and adjust the pacing rate."""
         super().on_acked(acked)
         self._smoothed_round_trip += (acked.round_trip - self._smoothed_round_trip) / 8
         self._set_pacing_rate()
