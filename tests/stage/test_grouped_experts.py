@@ -17,8 +17,9 @@ from molink.checkpoint.model_folder import ModelFolder
 from molink.facts.footprint import Footprint, StageSetup
 from molink.stage import stage as stages
 from molink.stage.batch import SequenceRows
+from molink.stage.decoder.expert_mlp import ExpertMlp
 from molink.stage.decoder.grouped_experts import GroupedExpertMlp, GroupedExperts
-from molink.stage.decoder.mlp import ExpertMlp, SharedExpertMlp
+from molink.stage.decoder.mlp import SharedExpertMlp
 from molink.stage.gpu_kernels.block_planes import BlockPlanes
 from molink.stage.linear import PlanesLinear, ProjectionFactory, experts_check, planes_check
 from molink.stage.linear.experts_check import check_experts

@@ -5,6 +5,8 @@ Weights are stored as in :mod:`molink.stage.cpu_kernels.block_matmul`; rows are 
 row's result does not depend on other rows, threads or instructions.
 """
 
+import sys
+
 import torch
 from llvmlite import ir
 from torch import Tensor
@@ -25,6 +27,7 @@ from molink.stage.cpu_kernels.integer_dots import (
 )
 from molink.stage.cpu_kernels.openmp import OpenMp, emit_parallel_for
 from molink.stage.cpu_kernels.row_quantizer import NUMBER_BYTES, RowQuantizer
+from molink.stage.cpu_kernels.segments import Segments, WeightTable
 
 #: Rows multiplied at once.
 _TILES = [6, 4, 2, 1]
@@ -65,12 +68,19 @@ class IntegerBlockMatMul:
             module, quad_order(form), arithmetic.element, self._code_bytes, factor
         )
         multiply = emit_parallel_for(module, product.function, openmp)
+        segments = emit_parallel_for(module, product.emit_segments(module), openmp)
         shared = emit_parallel_for(module, quantizer.function, openmp)
         self._library = CompiledLibrary(module, features)
         load = self._library.get_function
         self._multiply = load(multiply.name, pointers=5, integers=4)
+        self._multiply_segments = load(segments.name, pointers=6, integers=5)
         self._quantize = load(quantizer.function.name, pointers=3, integers=4)
         self._quantize_shared = load(shared.name, pointers=3, integers=2)
+
+    @property
+    def max_segment_rows(self) -> int:
+        """See :class:`~molink.stage.cpu_kernels.block_matmul.BlockMatMul`; there is no limit."""
+        return sys.maxsize
 
     def __call__(self, weight: Tensor, rows: Tensor, bias: Tensor) -> Tensor:
         """Compute ``rows @ weight.T + bias``: ``[T, depth]`` → ``[T, columns]``.
@@ -78,21 +88,41 @@ class IntegerBlockMatMul:
         ``weight`` is uint8 ``[columns / C, bytes]``, ``bias`` float32 ``[columns]``.
         """
         parts, nbytes = weight.shape
-        count, size = rows.shape[0], rows.numel()
-        rows = rows.contiguous()
+        count = rows.shape[0]
         result = rows.new_empty(count, parts * self.columns)
+        codes, numbers, _kept = self._quantize_rows(rows)
+        pointers = weight.data_ptr(), codes, numbers, bias.data_ptr(), result.data_ptr()
+        self._multiply(*pointers, parts, nbytes // self._block_bytes, count, self._threads)
+        return result
+
+    def multiply_segments(self, weights: WeightTable, rows: Tensor, segments: Segments) -> Tensor:
+        """Multiply each segment of rows ``[T, depth]`` by its weight: ``[P, columns]``."""
+        parts, nbytes = weights.shape
+        result = rows.new_empty(segments.pairs, parts * self.columns)
+        codes, numbers, _kept = self._quantize_rows(rows)
+        tensors = weights.addresses, segments.weights, segments.counts
+        pointers = [each.data_ptr() for each in tensors]
+        blocks, count = nbytes // self._block_bytes, len(segments.weights)
+        self._multiply_segments(
+            *pointers, codes, numbers, result.data_ptr(),
+            parts, blocks, count, not segments.shares_rows, self._threads,
+        )  # fmt: skip
+        return result
+
+    def _quantize_rows(self, rows: Tensor) -> tuple[int, int, Tensor]:
+        """Addresses of the rows' codes and numbers, and the memory that has them."""
+        rows = rows.contiguous()
+        size = rows.numel()
         groups = size // self.form.group
         # Codes, then numbers: one allocation.
-        quantized = weight.new_empty(size * self._code_bytes + groups * NUMBER_BYTES)
-        codes = quantized.data_ptr()
+        memory = rows.new_empty(size * self._code_bytes + groups * NUMBER_BYTES, dtype=torch.uint8)
+        codes = memory.data_ptr()
         numbers = codes + size * self._code_bytes
         if size < _MANY_NUMBERS:
             self._quantize(rows.data_ptr(), codes, numbers, groups, 0, groups, 0)
         else:
             self._quantize_shared(rows.data_ptr(), codes, numbers, groups, self._threads)
-        pointers = weight.data_ptr(), codes, numbers, bias.data_ptr(), result.data_ptr()
-        self._multiply(*pointers, parts, nbytes // self._block_bytes, count, self._threads)
-        return result
+        return codes, numbers, memory
 
 
 class _IntegerProduct(BlockProduct):

@@ -13,6 +13,8 @@ values of a codebook, which bf16 may round. Products are summed in float32 over 
 scaled. Minimum or shift are multiplied by the sum of the row's values, which also removes a
 decoder's excess.
 
+Groups are prefetched from far ahead: the CPU's own prefetcher reads at two thirds of that rate.
+
 Many rows use :mod:`molink.stage.cpu_kernels.block_panel`, with bit-identical results: as in
 :mod:`molink.stage.cpu_kernels.matmul`, a row's result doesn't depend on other rows or on threads.
 """
@@ -26,11 +28,12 @@ from molink.stage.cpu_kernels.arithmetic import Arithmetic, DotBf16
 from molink.stage.cpu_kernels.block_panel import PanelProduct
 from molink.stage.cpu_kernels.block_reader import PackedBlockReader, ReadNumbers
 from molink.stage.cpu_kernels.compiler import CompiledLibrary
-from molink.stage.cpu_kernels.dots import emit_few_tiles, emit_result_pointers
+from molink.stage.cpu_kernels.dots import emit_few_tiles, emit_prefetch, emit_result_pointers
 from molink.stage.cpu_kernels.emit import (
     FLOAT,
     I32,
     I64,
+    POINTER,
     Values,
     begin_function,
     declare_function,
@@ -40,7 +43,10 @@ from molink.stage.cpu_kernels.emit import (
 )
 from molink.stage.cpu_kernels.matmul import pad_row_stride
 from molink.stage.cpu_kernels.openmp import OpenMp, emit_parallel_for
+from molink.stage.cpu_kernels.segments import Segments, WeightTable
 
+#: Prefetch distance in weights, and bytes of a cache line.
+_PREFETCH_BYTES, _LINE_BYTES = 6144, 64
 #: Rows multiplied at once; decoding needs registers besides their sums.
 _TILES = (6, 4, 2, 1)
 #: Rows from which dequantizing once into a panel is faster: float32 rows, bf16 rows, and bf16 rows
@@ -77,6 +83,7 @@ class BlockMatMul:
             PanelProduct(module, form, arithmetic),
         )
         multiply = emit_parallel_for(module, product.function, openmp)
+        segments = emit_parallel_for(module, product.emit_segments(module), openmp)
         multiply_many = emit_parallel_for(module, panel.function, openmp)
         self._needs_sums, self._scratch_bytes = product.reader.needs_sums, panel.scratch_bytes
         sums = _emit_sums(module, arithmetic.element, form.group, product.reader.sum_factor)
@@ -85,9 +92,15 @@ class BlockMatMul:
         self._multiply_unpacked = self._library.get_function(
             multiply_many.name, pointers=6, integers=6
         )
+        self._multiply_segments = self._library.get_function(segments.name, pointers=6, integers=5)
         self._sum = self._library.get_function(sums.name, pointers=2, integers=1)
         #: Type of rows and results.
         self.dtype = torch.bfloat16 if arithmetic.element == 2 else torch.float32
+
+    @property
+    def max_segment_rows(self) -> int:
+        """Rows of a segment up to which :meth:`multiply_segments` is fast."""
+        return self.unpack_min_rows - 1
 
     def __call__(self, weight: Tensor, rows: Tensor, bias: Tensor) -> Tensor:
         """Compute ``rows @ weight.T + bias``: ``[T, depth]`` → ``[T, columns]``.
@@ -99,10 +112,7 @@ class BlockMatMul:
         rows = rows.contiguous()
         count = rows.shape[0]
         result = rows.new_empty(count, parts * self.columns)
-        sums = bias
-        if self._needs_sums:
-            sums = bias.new_empty(rows.numel() // self.form.group)
-            self._sum(rows.data_ptr(), sums.data_ptr(), len(sums))
+        sums = self._sum_groups(rows)
         if count < self.unpack_min_rows:
             tensors = [each.data_ptr() for each in (weight, rows, sums, bias, result)]
             self._multiply(*tensors, parts, blocks, count, self._threads)
@@ -113,6 +123,27 @@ class BlockMatMul:
         row_bytes = rows.stride(0) * rows.element_size()
         self._multiply_unpacked(*tensors, parts, blocks, row_bytes, count, room, self._threads)
         return result
+
+    def multiply_segments(self, weights: WeightTable, rows: Tensor, segments: Segments) -> Tensor:
+        """Multiply each segment of rows ``[T, depth]`` by its weight: ``[P, columns]``."""
+        rows = rows.contiguous()
+        parts, nbytes = weights.shape
+        blocks = nbytes // (self.columns * self.form.nbytes)
+        result = rows.new_empty(segments.pairs, parts * self.columns)
+        sums = self._sum_groups(rows)
+        tensors = (weights.addresses, segments.weights, segments.counts, rows, sums, result)
+        pointers = [each.data_ptr() for each in tensors]
+        numbers = len(segments.weights), not segments.shares_rows
+        self._multiply_segments(*pointers, parts, blocks, *numbers, self._threads)
+        return result
+
+    def _sum_groups(self, rows: Tensor) -> Tensor:
+        """Sums of the rows' groups, where the format needs them."""
+        if not self._needs_sums:
+            return rows
+        sums = rows.new_empty(rows.numel() // self.form.group, dtype=torch.float32)
+        self._sum(rows.data_ptr(), sums.data_ptr(), len(sums))
+        return sums
 
 
 class BlockProduct:
@@ -183,6 +214,43 @@ class BlockProduct:
         emit_loop(builder, begin, end, 1, emit_part)
         builder.ret_void()
 
+    def emit_segments(self, module: ir.Module) -> ir.Function:
+        """``segments(addresses, weights, counts, rows, sums, result, …)``; see :class:`Segments`.
+
+        The rest is ``parts, blocks, count, advances, begin, end, thread``: it multiplies ``count``
+        segments by parts ``begin … end - 1`` of their weights, so threads share each of them.
+        ``advances`` is 0 if segments share rows.
+        """
+        segments, builder = begin_function(module, "segments", pointers=6, numbers=7)
+        addresses, weights, counts, rows, sums, result, *numbers = segments.args
+        parts, blocks, count, advances, begin, end, thread = numbers
+        depth = builder.mul(blocks, I64(self._form.block))
+        row_bytes = builder.mul(depth, I64(self._row_element))
+        groups = builder.udiv(depth, I64(self._form.group))
+        sum_bytes = builder.mul(groups, I64(self.reader.row_number_bytes))
+        result_bytes = builder.mul(parts, I64(self._columns * self._arithmetic.element))
+
+        def load_number(base: ir.Value, index: ir.Value, kind: ir.Type) -> ir.Value:
+            return builder.load(emit_element_pointer(builder, base, index, 8), typ=kind)
+
+        def emit_segment(index: ir.Value, carried: Values) -> Values:
+            (first,) = carried
+            number = builder.mul(load_number(weights, index, I64), I64(2))
+            weight, bias = (
+                load_number(addresses, builder.add(number, I64(at)), POINTER) for at in (0, 1)
+            )
+            size, read = load_number(counts, index, I64), builder.mul(first, advances)
+            given = emit_element_pointer(builder, rows, read, row_bytes)
+            beside = emit_element_pointer(builder, sums, read, sum_bytes)
+            target = emit_element_pointer(builder, result, first, result_bytes)
+            pointers = weight, given, beside, bias, target
+            builder.call(self.function, [*pointers, parts, blocks, size, begin, end, thread])
+            return (builder.add(first, size),)
+
+        emit_loop(builder, I64(0), count, 1, emit_segment, (I64(0),))
+        builder.ret_void()
+        return segments
+
     def _emit_groups(
         self, weights: ir.Value, rows: Values, sums: Values, blocks: ir.Value, totals: Values
     ) -> Values:
@@ -194,6 +262,8 @@ class BlockProduct:
         ) -> Values:
             size = form.group * self._row_element
             given = [emit_element_pointer(builder, row, at, size) for row in rows]
+            for line in range(0, self._columns * form.group_bytes, _LINE_BYTES):
+                emit_prefetch(builder, emit_offset(builder, codes, I64(_PREFETCH_BYTES + line)))
             dots = self._emit_dots(codes, given, reader.initial_dots(sums, at, len(rows)))
             return reader.add_group(totals, dots, read_numbers(), sums, at)
 

@@ -131,6 +131,7 @@ def create_rowwise(
     def is_right(made: "RowwiseKernels") -> bool:
         return (
             _is_norm_correct(made, eps)
+            and _is_head_norm_correct(made, eps)
             and _is_gate_correct(made, activation)
             and _is_rotation_correct(made)
         )
@@ -262,6 +263,16 @@ def _is_norm_correct(rowwise: "RowwiseKernels", eps: float) -> bool:
     return torch.allclose(
         rowwise.normalize_rows(rows, weight).float(), exact, rtol=within, atol=1e-6
     )
+
+
+def _is_head_norm_correct(rowwise: "RowwiseKernels", eps: float) -> bool:
+    """Whether norms of the first heads equal torch's, and other heads are left alone."""
+    heads = torch.linspace(-2, 3, 3 * 4 * 32).view(3, 4, 32).to(rowwise.dtype)
+    weight = torch.linspace(0.5, 2.0, 3 * 32).view(3, 32)
+    exact = heads.float()
+    exact[:, :3] = rms_norm(exact[:, :3], (32,), None, eps) * weight
+    rowwise.normalize_heads(heads[:, :3], weight)
+    return torch.allclose(heads.float(), exact, rtol=_rounding_error(rowwise.dtype), atol=1e-6)
 
 
 def _is_gate_correct(rowwise: "RowwiseKernels", activation: Activation) -> bool:

@@ -6,6 +6,8 @@ GGUF blocks are defined by llama.cpp (``ggml-common.h``), the packed order in
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
+from itertools import zip_longest
 
 import torch
 from torch import Tensor, unflatten
@@ -15,6 +17,7 @@ from molink.gguf.block_formats import (
     BLOCK_FORMATS,
     NO_POWER,
     ROW_MULTIPLE,
+    BitRange,
     BlockFormat,
     locate_pair,
 )
@@ -198,11 +201,25 @@ def _unpack_codes(form: BlockFormat, words: Tensor) -> Tensor:
         return words.contiguous().view(torch.int8).flatten(3).float()
     halves = words.contiguous().view(torch.int16)
     found = torch.zeros(*halves.shape[:3], form.group // 2, 2, dtype=torch.int16)
-    for index in range(form.group // 2):
-        for piece in locate_pair(form.bits, index):
-            part = (halves[..., piece.word, :] >> piece.source_bit) & ((1 << piece.bits) - 1)
-            found[..., index, :] |= part << piece.target_bit
+    for word, source, mask, target in _locate_codes(form):
+        found |= ((halves[..., word, :] >> source) & mask) << target
     return found.flatten(3).float()
+
+
+@cache
+def _locate_codes(form: BlockFormat) -> tuple[tuple[Tensor, ...], ...]:
+    """Where parts of all pairs of codes are: words ``[pairs]``, and bits ``[pairs, 1]``.
+
+    Bits are shifts from the source, masks, and shifts to the target.
+    """
+    located = [locate_pair(form.bits, index) for index in range(form.group // 2)]
+    parts = []
+    for pieces in zip_longest(*located, fillvalue=BitRange(0, 0, 0, 0)):
+        words = torch.tensor([piece.word for piece in pieces])
+        shifts = [(each.source_bit, (1 << each.bits) - 1, each.target_bit) for each in pieces]
+        bits = torch.tensor(shifts, dtype=torch.int16).unsqueeze(2)
+        parts.append((words, *bits.unbind(1)))
+    return tuple(parts)
 
 
 # --- formats ----------------------------------------------------------------------------------

@@ -63,12 +63,14 @@ class RowwiseKernels:
             _emit_norm(module, element, eps),
             _emit_gate(module, element, activation),
             _emit_rotate(module, element),
+            _emit_head_norm(module, element, eps),
         )
         wholes = [emit_parallel_for(module, part, openmp).name for part in parts]
         self._library = library = CompiledLibrary(module, features)
         self._norm = library.get_function(wholes[0], pointers=3, integers=3)
         self._gate = library.get_function(wholes[1], pointers=2, integers=3)
         self._rotate = library.get_function(wholes[2], pointers=2, integers=6)
+        self._norm_heads = library.get_function(wholes[3], pointers=2, integers=5)
 
     def normalize_rows(self, rows: Tensor, weight: Tensor) -> Tensor:
         """Norm rows ``[T, n]`` and multiply by ``weight`` (float32 ``[n]``)."""
@@ -84,6 +86,22 @@ class RowwiseKernels:
             self._count_threads(count * width),
         )
         return result
+
+    def normalize_heads(self, heads: Tensor, weight: Tensor) -> None:
+        """Norm each head of ``[T, n, head_dim]`` in place, and multiply by its ``weight``.
+
+        Weights are float32 ``[n, head_dim]``; ``head_dim`` is a multiple of :data:`.LANES`.
+        """
+        count, members, size = heads.shape
+        self._norm_heads(
+            heads.data_ptr(),
+            weight.data_ptr(),
+            count,
+            members,
+            heads.stride(0) * self.dtype.itemsize,
+            size,
+            self._count_threads(count * members * size),
+        )
 
     def apply_gate(self, rows: Tensor) -> Tensor:
         """Compute ``activate(gate) * up`` of rows ``[T, 2n]``: gate, then up."""
@@ -122,37 +140,64 @@ def _emit_norm(module: ir.Module, element: int, eps: float) -> ir.Function:
     def emit_row(row: ir.Value, _: Values) -> Values:
         at = builder.mul(builder.mul(row, width), I64(element))
         source, target = (emit_offset(builder, each, at) for each in (rows, result))
-
-        def emit_square(column: ir.Value, carried: Values) -> Values:
-            value = emit_load(
-                builder, emit_element_pointer(builder, source, column, element), element
-            )
-            return (emit_call(builder, "llvm.fma.v16f32", value, value, carried[0]),)
-
-        _, (sums,) = emit_loop(builder, I64(0), width, LANES, emit_square, (emit_constant(0.0),))
-        total = emit_reduction(builder, "fadd", sums)
-        mean = builder.fdiv(total, builder.sitofp(width, FLOAT))
-        root = emit_call(builder, "llvm.sqrt.f32", builder.fadd(mean, FLOAT(eps)))
-        scale = emit_broadcast(builder, builder.fdiv(FLOAT(1.0), root), LANES)
-
-        def emit_scaled(column: ir.Value, _: Values) -> Values:
-            value = emit_load(
-                builder, emit_element_pointer(builder, source, column, element), element
-            )
-            address = emit_element_pointer(builder, weight, column, F32)
-            factor = builder.load(address, typ=FLOATS, align=4)
-            scaled = builder.fmul(builder.fmul(value, scale), factor)
-            emit_store(
-                builder, scaled, emit_element_pointer(builder, target, column, element), element
-            )
-            return ()
-
-        emit_loop(builder, I64(0), width, LANES, emit_scaled)
+        _emit_normed(builder, element, eps, width, (source, weight, target))
         return ()
 
     emit_loop(builder, begin, end, 1, emit_row)
     builder.ret_void()
     return function
+
+
+def _emit_head_norm(module: ir.Module, element: int, eps: float) -> ir.Function:
+    """``head_norm(heads, weight, count, members, row_bytes, width, begin, end, thread)``."""
+    function, builder = begin_function(module, "head_norm", pointers=2, numbers=7)
+    heads, weight, _, members, row_bytes, width, begin, end, _ = function.args
+
+    def emit_row(row: ir.Value, _: Values) -> Values:
+        base = emit_offset(builder, heads, builder.mul(row, row_bytes))
+
+        def emit_head(member: ir.Value, _: Values) -> Values:
+            first = builder.mul(member, width)
+            place = emit_element_pointer(builder, base, first, element)
+            own = emit_element_pointer(builder, weight, first, F32)
+            _emit_normed(builder, element, eps, width, (place, own, place))
+            return ()
+
+        emit_loop(builder, I64(0), members, 1, emit_head)
+        return ()
+
+    emit_loop(builder, begin, end, 1, emit_row)
+    builder.ret_void()
+    return function
+
+
+def _emit_normed(
+    builder: ir.IRBuilder, element: int, eps: float, width: ir.Value, places: Values
+) -> None:
+    """Norm a row and multiply it by a weight; ``places`` are those of row, weight and result."""
+    source, weight, target = places
+
+    def load_at(column: ir.Value) -> ir.Value:
+        return emit_load(builder, emit_element_pointer(builder, source, column, element), element)
+
+    def emit_square(column: ir.Value, carried: Values) -> Values:
+        value = load_at(column)
+        return (emit_call(builder, "llvm.fma.v16f32", value, value, carried[0]),)
+
+    _, (sums,) = emit_loop(builder, I64(0), width, LANES, emit_square, (emit_constant(0.0),))
+    total = emit_reduction(builder, "fadd", sums)
+    mean = builder.fdiv(total, builder.sitofp(width, FLOAT))
+    root = emit_call(builder, "llvm.sqrt.f32", builder.fadd(mean, FLOAT(eps)))
+    scale = emit_broadcast(builder, builder.fdiv(FLOAT(1.0), root), LANES)
+
+    def emit_scaled(column: ir.Value, _: Values) -> Values:
+        address = emit_element_pointer(builder, weight, column, F32)
+        factor = builder.load(address, typ=FLOATS, align=4)
+        scaled = builder.fmul(builder.fmul(load_at(column), scale), factor)
+        emit_store(builder, scaled, emit_element_pointer(builder, target, column, element), element)
+        return ()
+
+    emit_loop(builder, I64(0), width, LANES, emit_scaled)
 
 
 def _emit_gate(module: ir.Module, element: int, activation: Activation) -> ir.Function:

@@ -23,14 +23,13 @@ from molink.checkpoint.tensor_layout import (
 )
 from molink.stage.decoder.channel_delta import load_channel_delta
 from molink.stage.decoder.delta_net import load_delta_net
+from molink.stage.decoder.expert_mlp import ExpertList, ExpertMlp
 from molink.stage.decoder.expert_use import ExpertUse
 from molink.stage.decoder.grouped_experts import GroupedExpertMlp, GroupedExperts
 from molink.stage.decoder.mamba2 import load_mamba2
 from molink.stage.decoder.mixer import ForwardContext, Mixer
 from molink.stage.decoder.mlp import (
     BoundedGate,
-    ExpertList,
-    ExpertMlp,
     GatedMlp,
     LatentExpertMlp,
     Mlp,
@@ -54,7 +53,7 @@ from molink.stage.decoder.short_conv import load_short_conv
 from molink.stage.decoder.sparse_attention import load_sparse_attention
 from molink.stage.decoder.split_experts import ReloadExperts, SharedSplitMlp, SplitExpertMlp
 from molink.stage.decoder.weight_source import OpenedWeights, WeightSource
-from molink.stage.linear import ExpertLinear, PlainLinear
+from molink.stage.linear import ExpertLinear, PlainLinear, Projection
 from molink.stage.torch_dtypes import residual_dtype
 from molink.stage.weights.weight_reader import WeightReader
 
@@ -426,13 +425,16 @@ def _load_router(loader: "_MlpLoader", experts: ExpertsConfig) -> ExpertRouter:
     """Load a router, never quantized: small errors would change the chosen experts."""
     reader, prefix = loader.reader, loader.prefix
     name, correction = f"{prefix}{experts.router_name}", None
-    dtype = torch.float32 if experts.has_wide_router else reader.dtype
     if experts.is_corrected:
         stored = reader.read_tensors(prefix + experts.correction_name, dtype=torch.float32)
         correction = stored.flatten()
-    weight = reader.read_tensors(f"{name}.weight", dtype=dtype)
-    bias = reader.read_tensors(f"{name}.bias", dtype=dtype) if experts.has_bias else None
-    projection = PlainLinear(weight, bias)
+    if experts.has_wide_router:
+        names = [f"{name}.weight", f"{name}.bias"][: 1 + experts.has_bias]
+        projection: Projection = PlainLinear(
+            *(reader.read_tensors(each, dtype=torch.float32) for each in names)
+        )
+    else:
+        projection = reader.load_unquantized(name, experts.has_bias)
     made = ExpertRouter(projection, experts, correction, experts.has_wide_router)
     if experts.latent_size:
         entry = reader.load_projection([prefix + experts.latent_names[0]], False)

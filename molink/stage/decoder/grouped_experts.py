@@ -48,7 +48,7 @@ class GroupedExperts:
     def multiply(self, rows: Tensor, sources: Tensor, counts: Sequence[int]) -> Tensor:
         """Run ``rows[sources]``, ``[P, hidden]``.
 
-        See :meth:`molink.stage.decoder.mlp.ExpertList.multiply`.
+        See :meth:`molink.stage.decoder.expert_mlp.ExpertList.multiply`.
         """
         slots = torch.arange(len(counts), dtype=torch.int32)
         sorted_slots = slots.repeat_interleave(torch.tensor(counts)).unsqueeze(1)
@@ -68,7 +68,7 @@ class GroupedExperts:
 
 @dataclass(frozen=True, slots=True)
 class GroupedExpertMlp:
-    """As :class:`~molink.stage.decoder.mlp.ExpertMlp`, with all experts at once."""
+    """As :class:`~molink.stage.decoder.expert_mlp.ExpertMlp`, with all experts at once."""
 
     capturable: ClassVar[bool] = True
 

@@ -1,11 +1,6 @@
-"""The MLP of a layer, plain or with experts.
+"""The MLP of a layer, plain or beside experts (:mod:`molink.stage.decoder.expert_mlp`)."""
 
-Rows are sorted by expert, so that each chosen expert multiplies all its rows at once. Sums have a
-fixed order, never atomic additions, so a row's result doesn't depend on other rows in the batch, up
-to rounding in the projections.
-"""
-
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, Protocol
@@ -15,8 +10,6 @@ from torch import Tensor
 from torch.nn.functional import gelu, relu, silu
 
 from molink.checkpoint.traits import SWIGLU_ALPHA, Activation
-from molink.stage.decoder.router import ExpertRouter
-from molink.stage.device_copy import download_tensors, upload_tensor
 from molink.stage.linear import AdapterRows, Projection, apply_projection
 
 #: Bound of float16 inputs of ``down``, so that sums of a thousand terms don't overflow.
@@ -115,81 +108,6 @@ def run_mlp(mlp: Mlp, rows: Tensor, adapters: AdapterRows | None) -> Tensor:
     Experts have none.
     """
     return mlp(rows, adapters) if isinstance(mlp, GatedMlp) else mlp(rows)
-
-
-@dataclass(slots=True)
-class ExpertList:
-    """Experts that run one after the other."""
-
-    experts: list[Mlp]
-
-    @property
-    def count(self) -> int:
-        return len(self.experts)
-
-    def multiply(self, rows: Tensor, sources: Tensor, counts: Sequence[int]) -> Tensor:
-        """Run ``rows[sources]``, sorted by expert, of which the first ``counts[0]`` are expert 0's.
-
-        ``rows`` ``[T, hidden]`` and ``sources`` (int64 ``[P]``) are on the device; returns ``[P,
-        hidden]``.
-        """
-        results: list[Tensor] = []
-        first = 0
-        for expert, count in zip(self.experts, counts, strict=True):
-            if count:
-                results.append(expert(rows[sources[first : first + count]]))
-                first += count
-        return torch.cat(results)
-
-    def put_expert(self, slot: int, group: object) -> None:
-        """Replace an expert by the only one of ``group``."""
-        assert isinstance(group, ExpertList), "experts of a device have one form"
-        (self.experts[slot],) = group.experts
-
-    @property
-    def nbytes(self) -> int:
-        return sum(expert.nbytes for expert in self.experts)
-
-
-def add_weighted(products: Tensor, weights: Tensor) -> Tensor:
-    """Add ``products [T * top_k, n]`` of each row, times ``weights [T, top_k]``, in place."""
-    return products.view(*weights.shape, -1).mul_(weights.unsqueeze(-1)).sum(1)
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertMlp:
-    """Experts that a router chooses and weighs.
-
-    Of the formats and devices that :mod:`molink.stage.decoder.grouped_experts` lacks.
-    """
-
-    #: Each forward reads the chosen experts back from the device.
-    capturable: ClassVar[bool] = False
-
-    router: ExpertRouter
-    group: ExpertList
-
-    def __call__(self, rows: Tensor) -> Tensor:
-        weights, experts = self.router.choose(rows)
-        rows, weights = self.router.scale_rows(rows, weights.to(rows.dtype))
-        # The only wait for the device: the host runs the chosen experts.
-        (chosen,) = download_tensors([experts])
-        if len(rows) == 1:
-            results = [self.group.experts[expert](rows) for expert in chosen[0].tolist()]
-            return add_weighted(torch.cat(results), weights)
-        return self._run_experts(rows, weights, chosen.flatten())
-
-    def _run_experts(self, rows: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
-        """``weights`` are ``[T, top_k]``, ``experts`` ``[T * top_k]`` on the host."""
-        order = experts.argsort()  # (row, expert) pairs sorted by expert
-        counts = experts.bincount(minlength=self.group.count).tolist()
-        both = upload_tensor(torch.cat((order // weights.shape[1], order.argsort())), rows.device)
-        sources, places = both.chunk(2)
-        return add_weighted(self.group.multiply(rows, sources, counts)[places], weights)
-
-    @property
-    def nbytes(self) -> int:
-        return self.router.nbytes + self.group.nbytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,7 +83,10 @@ def create_operators(
         gate=gate,
         bounded_gate=partial(apply_bounded, gate),
         add_residual=add_residual,
-        append_heads=SeparateAppend(turn if config.interleaved_rope else compiled.rotate_heads),
+        append_heads=SeparateAppend(
+            turn if config.interleaved_rope else compiled.rotate_heads,
+            compiled.normalize_heads,
+        ),
     )
 
 

@@ -12,9 +12,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from molink.stage.decoder.expert_mlp import ExpertList, add_weighted
 from molink.stage.decoder.expert_use import ExpertUse
 from molink.stage.decoder.grouped_experts import GroupedExperts
-from molink.stage.decoder.mlp import ExpertList, Mlp, SharedExpertMlp, add_weighted
+from molink.stage.decoder.mlp import Mlp, SharedExpertMlp
 from molink.stage.decoder.router import ExpertRouter
 from molink.stage.device_copy import Download, begin_download, upload_tensor
 
@@ -99,11 +100,12 @@ class SplitExpertMlp:
         if self.reload is not None:
             moved, expelled = self.reload(experts[1], experts[0])
             self.resident.put_expert(slot, moved)
-            self.host.experts[away] = expelled
+            self.host.replace_expert(away, expelled)
         else:
             assert isinstance(self.resident, ExpertList)
-            own, others = self.resident.experts, self.host.experts
-            own[slot], others[away] = others[away], own[slot]
+            expelled = self.resident.experts[slot]
+            self.resident.replace_expert(slot, self.host.experts[away])
+            self.host.replace_expert(away, expelled)
         self.ranks[experts] = self.ranks[experts[::-1]]
         self.use.swap_places(near, far)
         return True

@@ -8,6 +8,7 @@ from molink.stage.linear.adapted import (
     group_by_adapter,
 )
 from molink.stage.linear.base import EmbeddingTable, Projection
+from molink.stage.linear.block_experts import BlockExperts
 from molink.stage.linear.compiled import BlockLinear, CompiledLinear, ConcatenatedLinear
 from molink.stage.linear.create import (
     ProjectionFactory,
@@ -22,6 +23,7 @@ from molink.stage.linear.planes import PlanesLinear
 __all__ = [
     "AdaptedLinear",
     "AdapterRows",
+    "BlockExperts",
     "BlockLinear",
     "CompiledLinear",
     "ConcatenatedLinear",

@@ -265,6 +265,11 @@ class WeightReader:
         assert isinstance(made, PlanesLinear)  # the form of all low-bit weights on a GPU
         return ExpertLinear(made.planes, bias, count)
 
+    def load_unquantized(self, name: str, biased: bool) -> Projection:
+        """Load a projection whose weight becomes the compute type."""
+        bias = self.read_tensors(f"{name}.bias") if biased else None
+        return self._projections.create_projection(self.read_tensors(f"{name}.weight"), bias)
+
     def _load_plain(self, names: Sequence[str], bias: Tensor | None) -> Projection:
         weight_dtype = self._weight_dtype(names)
         made = self._load_in_parts(names, weight_dtype, bias)

@@ -21,7 +21,7 @@ from molink.stage.cpu_kernels.integer_dots import (
 from molink.stage.cpu_kernels.repack import BlockCodes, pack_blocks
 from molink.stage.linear.quantized import quantized_format
 from molink.stage.torch_dtypes import TORCH_DTYPES
-from tests.support.kernels import require
+from tests.support.kernels import check_segments, require
 
 _WIDE = WidenedBf16(lanes=16, tile=10)
 #: Arithmetic of rows, instructions of integers, what they need, and features compiled for.
@@ -194,6 +194,14 @@ def test_results_depend_on_their_row_only(cpu: str, name: str) -> None:
     for count in (1, 2, 5, 7, 13):
         assert torch.equal(alone(weight, rows[:count], torch.zeros(_OUT)), together[:count])
     assert torch.equal(alone(weight, rows[29:], torch.zeros(_OUT)), together[29:])
+
+
+@cpus
+@pytest.mark.parametrize("threads", [1, 3])
+def test_segments_have_weights_of_their_own(cpu: str, threads: int) -> None:
+    multiply = product(cpu, "q4_k", threads)
+    codes, exact = stored(multiply.form, 2)
+    check_segments(multiply, pack_blocks(multiply.form, codes, multiply.columns), exact.shape[1])
 
 
 @formats

@@ -32,7 +32,7 @@ from molink.stage.cpu_kernels.repack import (
 from molink.stage.linear.quantized import quantized_format
 from molink.stage.torch_dtypes import TORCH_DTYPES
 from tests.support.gguf_models import random_rows
-from tests.support.kernels import require
+from tests.support.kernels import check_segments, require
 
 _CPUS: dict[str, tuple[Arithmetic, tuple[str, ...], str | None]] = {
     "AVX512-BF16": (DotBf16(), ("avx512bf16", "avx512f"), None),
@@ -183,6 +183,16 @@ def test_results_do_not_depend_on_other_rows(cpu: str, name: str, blocks: int) -
     for count in (1, 2, 5, 7, 13, 25):
         assert torch.equal(alone(weight, rows[:count], bias), together[:count])
     assert torch.equal(alone(weight, rows[29:], bias), together[29:])
+
+
+@cpus
+@pytest.mark.parametrize("name", ["q4_k", "q6_k", "q8_0"])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_segments_have_weights_of_their_own(cpu: str, name: str, threads: int) -> None:
+    multiply = product(cpu, BLOCK_FORMATS[name], threads)
+    stored_rows, exact = stored(name, 2)
+    weight = pack_blocks(multiply.form, parse_blocks(name, stored_rows), multiply.columns)
+    check_segments(multiply, weight, exact.shape[1])
 
 
 @cpus

@@ -56,6 +56,20 @@ def test_norms(kind: str, threads: int, rows: int, vectors: int, seed: int) -> N
 
 @kinds
 @teams
+@settings(deadline=None, max_examples=30)
+@sizes
+def test_norms_of_heads(kind: str, threads: int, rows: int, vectors: int, seed: int) -> None:
+    made, generator = rowwise(kind, threads), torch.Generator().manual_seed(seed)
+    heads = torch.randn(rows, 5, 16 * vectors, generator=generator).mul(seed + 1).to(made.dtype)
+    weight = torch.randn(3, 16 * vectors, generator=generator)
+    exact = heads.float()
+    exact[:, :3] = rms_norm(exact[:, :3], weight.shape[1:], None, 1e-5) * weight
+    made.normalize_heads(heads[:, :3], weight)
+    torch.testing.assert_close(heads.float(), exact, **within(made))
+
+
+@kinds
+@teams
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 @settings(deadline=None, max_examples=30)
 @sizes

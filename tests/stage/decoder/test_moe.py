@@ -10,7 +10,8 @@ from torch import Generator, Tensor
 
 from molink.checkpoint.experts import Routing
 from molink.checkpoint.model_folder import ModelFolder
-from molink.stage.decoder.mlp import ExpertList, ExpertMlp, GatedMlp, create_gate
+from molink.stage.decoder.expert_mlp import ExpertList, ExpertMlp
+from molink.stage.decoder.mlp import GatedMlp, create_gate
 from molink.stage.decoder.router import ExpertRouter
 from molink.stage.linear import PlainLinear
 from molink.stage.stage import Stage

@@ -14,10 +14,9 @@ from torch import Tensor
 
 from molink.checkpoint.experts import Routing, Scoring
 from molink.gguf.block_formats import BLOCK_FORMATS, E2M1_VALUES, BlockFormat
+from molink.stage.decoder.expert_mlp import ExpertList, ExpertMlp
 from molink.stage.decoder.grouped_experts import GroupedExpertMlp, GroupedExperts
 from molink.stage.decoder.mlp import (
-    ExpertList,
-    ExpertMlp,
     GatedMlp,
     SharedExpertMlp,
     apply_bounded,
