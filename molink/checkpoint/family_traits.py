@@ -292,7 +292,7 @@ def qwen3(fields: ConfigFields, layers: int) -> FamilyTraits:
 
 
 def qwen3_rotation(fields: ConfigFields, traits: FamilyTraits) -> FamilyTraits:
-    """The traits, of which the rope knows how Qwen3-VL's text models rotate rows of images."""
+    """Return the traits with a rope that rotates image rows as in Qwen3-VL's text models."""
     dims = traits.rope.rotary_dim(traits.head_dim)
     axes = parse_axes(fields, dims, interleaved=True)
     return replace(traits, rope=replace(traits.rope, axes=axes))

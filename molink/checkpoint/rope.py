@@ -16,7 +16,7 @@ from molink.errors import BrokenModel, UnsupportedModel
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional"]
 
 DEFAULT_THETA = 10_000.0
-#: A part of a head that is no binary fraction times its dimensions may be less than a whole number.
+#: Tolerance: ``head_dim * partial_rotary_factor`` may be rounded to just below a whole number.
 _ROUNDING = 1e-6
 #: A longer context, in tokens, means a damaged config; the limit also bounds allocations.
 MAX_MODEL_LEN = 2**24
@@ -24,13 +24,13 @@ MAX_MODEL_LEN = 2**24
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """RoPE parameters; fields beyond ``factor`` apply to some kinds only.
+    """RoPE parameters; fields after ``factor`` apply to some kinds only.
 
     ``original_context`` is the trained length in tokens: for ``dynamic`` always
-    ``max_position_embeddings``, as in transformers. ``partial_rotary_factor`` is the rotated part
-    of a head, its first dimensions; those of ``proportional`` are the first of each half, with the
-    frequencies that all would have. ``axes`` say of each pair whether an image's place (0), lines
-    (1) or columns (2) rotate it (M-RoPE, arXiv 2409.12191, §2.1).
+    ``max_position_embeddings``, as in transformers. ``partial_rotary_factor`` is the rotated
+    fraction of a head: its first dimensions or, for ``proportional``, the first of each half, with
+    the frequencies of a full rotation. ``axes`` has the coordinate that rotates each pair: an
+    image's position (0), row (1) or column (2) (M-RoPE, arXiv 2409.12191, §2.1).
     """
 
     theta: float = DEFAULT_THETA
@@ -54,7 +54,7 @@ class RopeConfig:
     axes: tuple[int, ...] = ()
 
     def rotary_dim(self, head_dim: int) -> int:
-        """Number of dimensions of a head that have angles."""
+        """Return the number of a head's dimensions that have rotation angles."""
         if self.kind == "proportional":
             return head_dim
         return int(head_dim * self.partial_rotary_factor + _ROUNDING)
@@ -72,7 +72,7 @@ class RopeConfig:
 class QueryScaling:
     """Multiplies queries by ``1 + slope * log(1 + (position + offset) // interval)``.
 
-    Perhaps in layers without RoPE only.
+    With ``unrotated_only`` it applies only in layers without RoPE.
     """
 
     slope: float
@@ -113,7 +113,8 @@ def parse_scaled_longrope(config: ConfigFields, defaults: RopeDefaults) -> RopeC
     """Parse RoPE settings that state the factor of LongRoPE (Phi-3.5-MoE).
 
     Raises:
-        UnsupportedModel: it differs between short and long contexts, or as :func:`parse_rope`.
+        UnsupportedModel: the factor differs between short and long contexts, or as
+            :func:`parse_rope`.
         BrokenModel: as there.
     """
     found = config.get_object("rope_parameters") or config.get_object("rope_scaling")
@@ -131,13 +132,14 @@ def parse_scaled_longrope(config: ConfigFields, defaults: RopeDefaults) -> RopeC
 def parse_axes(
     config: ConfigFields, rotary_dim: int, *, interleaved: bool = False
 ) -> tuple[int, ...]:
-    """Parse what rotates each pair: an image's place (0), lines (1) or columns (2).
+    """Parse the coordinate that rotates each pair: an image's position (0), row (1) or column (2).
 
-    ``interleaved`` sections alternate as far as they reach (Qwen3-VL, arXiv 2511.21631, §2). Empty
-    if the config has none.
+    With ``interleaved``, the pairs of the three sections alternate; once the rows' or columns'
+    section is used up, positions take its pairs (Qwen3-VL, arXiv 2511.21631, §2). The result is
+    empty if the config has no sections.
 
     Raises:
-        BrokenModel: they are not all pairs.
+        BrokenModel: the sections do not cover exactly all pairs.
     """
     found = config.get_object("rope_parameters") or config.get_object("rope_scaling")
     sections = ConfigFields(found, f"{config.where}: rope settings").get_integers("mrope_section")
@@ -155,7 +157,7 @@ def parse_axes(
 
 
 def parse_query_scaling(config: ConfigFields, rope: RopeConfig) -> QueryScaling | None:
-    """Parse how queries grow beyond the trained length (Ministral 3); ``None`` if they don't.
+    """Parse the scaling of queries beyond the trained length (Ministral 3); ``None`` if absent.
 
     Raises:
         BrokenModel: a field is invalid, or the trained length is missing.
@@ -173,9 +175,9 @@ def parse_query_scaling(config: ConfigFields, rope: RopeConfig) -> QueryScaling 
 
 
 def parse_alpha_rope(config: ConfigFields, head_dim: int) -> RopeConfig:
-    """Parse RoPE settings of which ``alpha`` raises the base for good (Hunyuan).
+    """Parse RoPE settings whose ``alpha`` raises the base at any length (Hunyuan).
 
-    They say ``dynamic``, but don't depend on the length. Raises as :func:`parse_rope`.
+    Their kind is ``dynamic``, but they don't depend on the length. Raises as :func:`parse_rope`.
     """
     found = config.get_object("rope_parameters") or config.get_object("rope_scaling")
     inner = ConfigFields(found, f"{config.where}: rope settings")
@@ -289,7 +291,7 @@ def _scale_rope(
 def _parse_longrope(
     plain: RopeConfig, positions: int, original: int, fields: ConfigFields
 ) -> RopeConfig:
-    """LongRoPE (arXiv 2402.13753): divisors are listed; the factor only scales attention."""
+    """Parse LongRoPE (arXiv 2402.13753): divisors are listed; the factor only scales attention."""
     rope = replace(
         plain,
         factor=fields.get_number("factor", positions / original),

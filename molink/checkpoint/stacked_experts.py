@@ -22,14 +22,14 @@ from molink.gguf.block_formats import MXFP4_BLOCK
 _EXPERT_PATTERN = re.compile(r"(.+\.experts)\.(0|[1-9][0-9]{0,3})\.([a-z_]+)\.(weight|bias)")
 
 
-#: An expert's projection → its stack in Granite, and in Qwen3.5 and Llama 4; which of so many equal
-#: parts of an entry's outputs it is.
+#: An expert's projection → its stack in Granite, its stack in Qwen3.5 and Llama 4, its part of an
+#: entry's outputs, and the number of equal parts.
 _ROW_STACKS = {
     "gate_proj": ("input_linear.weight", "experts.gate_up_proj", 0, 2),
     "up_proj": ("input_linear.weight", "experts.gate_up_proj", 1, 2),
     "down_proj": ("output_linear.weight", "experts.down_proj", 0, 1),
 }
-#: The two stacks of a layer, in both spellings.
+#: Names of a layer's two stacks (gates with ups, downs), in both spellings.
 _STACK_PAIRS = (
     ("input_linear.weight", "output_linear.weight"),
     ("experts.gate_up_proj", "experts.down_proj"),
@@ -55,9 +55,9 @@ class StackedExpert:
         return len(self.names) == 2
 
     def stack_shapes(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-        """Shapes of the stacks if this expert is the last one; empty if impossible.
+        """Compute the stacks' shapes if this expert is the last one; empty if impossible.
 
-        ``shape`` is that of the expert's own tensor.
+        ``shape`` is the shape of the expert's own tensor.
         """
         count = self.index + 1
         if self.is_mxfp4:
@@ -70,7 +70,7 @@ class StackedExpert:
 
 
 def find_stack(name: str, found: Mapping[str, TensorSpec]) -> StackedExpert | None:
-    """Find the stack that holds an expert's tensor ``name``, if any."""
+    """Return the stack that holds an expert's tensor ``name``; ``None`` if no stack does."""
     stack = _match_stack(name, found)
     if stack is None or stack.is_transposed:
         return stack
@@ -80,7 +80,7 @@ def find_stack(name: str, found: Mapping[str, TensorSpec]) -> StackedExpert | No
 def _is_transposed(name: str, found: Mapping[str, TensorSpec]) -> bool:
     """Whether ``name`` and the stack beside it are ``[experts, in, out]``.
 
-    Both have the width of experts, and one has it twice.
+    Their shapes show it: both contain the experts' width, and one contains it twice.
     """
     for up, down in _STACK_PAIRS:
         if name.endswith((up, down)):
@@ -93,7 +93,7 @@ def _is_transposed(name: str, found: Mapping[str, TensorSpec]) -> bool:
 
 
 def _match_stack(name: str, found: Container[str]) -> StackedExpert | None:
-    """As :func:`find_stack`, without knowing whether rows are transposed."""
+    """Like :func:`find_stack`, but without detecting transposed stacks."""
     match = _EXPERT_PATTERN.fullmatch(name) if ".experts." in name and name not in found else None
     if match is None:
         return None
@@ -114,6 +114,6 @@ def _match_stack(name: str, found: Container[str]) -> StackedExpert | None:
 
 
 def stack_names(name: str, found: Container[str]) -> tuple[str, ...]:
-    """Names of the tensors that hold an expert's tensor; empty if it is not stacked."""
+    """Return the names of the tensors that hold an expert's tensor; empty if it is not stacked."""
     place = _match_stack(name, found)
     return () if place is None else place.names

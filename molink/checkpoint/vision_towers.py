@@ -282,7 +282,7 @@ def _qwen2_5(outer: ConfigFields, inner: ConfigFields, text: _TextShape) -> Visi
 
 
 def _qwen3(outer: ConfigFields, inner: ConfigFields, text: _TextShape) -> VisionConfig:
-    """Qwen3-VL (arXiv 2511.21631, §2) and Qwen3.5: learned and rotated positions."""
+    """Parse Qwen3-VL's (arXiv 2511.21631, §2) or Qwen3.5's tower: learned and rotary positions."""
     side = inner.get_integer("spatial_merge_size", maximum=_MAX_PATCH)
     patch = inner.get_integer("patch_size", maximum=_MAX_PATCH)
     width, layers = (
@@ -355,7 +355,7 @@ _QWEN35_DEFAULTS = {
     "num_position_embeddings": 2304,
 }
 _QWEN3_DEFAULTS = {**_QWEN35_DEFAULTS, "deepstack_visual_indexes": [8, 16, 24]}
-#: Defaults of absent fields of towers.
+#: Default values of fields that a tower's config omits.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "Qwen3VLForConditionalGeneration": _QWEN3_DEFAULTS,
     "Qwen3VLMoeForConditionalGeneration": _QWEN3_DEFAULTS,

@@ -109,7 +109,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     #: Vision tower and connector (first stage), and elements of its rows for the largest image.
     vision_bytes: Count = 0
     image_elements: Count = 0
-    #: Layers that the first stage has at least.
+    #: Minimum number of layers of the first stage.
     first_layers: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 1
     #: KV cache of one token in one layer with attention.
     kv_bytes: Count

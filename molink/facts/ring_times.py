@@ -17,10 +17,10 @@ HANDLING_S = 0.0015
 
 @dataclass(frozen=True, slots=True)
 class LinkFacts:
-    """A link as its sender measured it: one-way ``latency`` in seconds, ``rate`` in bytes/s, and
-    ``loss``, the share of packets that are lost.
+    """A link's measurements by its sender; ``None`` means unknown.
 
-    ``None`` means unknown.
+    ``latency`` is one-way, in seconds; ``rate`` is in bytes/s; ``loss`` is the share of lost
+    packets.
     """
 
     latency: float | None = None

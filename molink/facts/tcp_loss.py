@@ -1,26 +1,27 @@
-"""What lost packets cost a TCP connection that sends one message at a time, such as decode rows."""
+"""Delay by lost packets on a TCP connection that sends single messages, such as decode rows."""
 
 import math
 
-#: Payload of a full segment on Ethernet, and the initial window in segments (RFC 6928).
+#: Payload bytes of a full segment on Ethernet, and the initial window in segments (RFC 6928).
 _SEGMENT_BYTES, _INITIAL_WINDOW = 1448, 10
-#: Round trips until a lost segment is sent again (RFC 8985): acknowledgements of later ones reveal
-#: it, with a quarter more in case of reordering (section 6.2).
+#: Round trips until a lost segment is retransmitted (RFC 8985): acknowledgements of later segments
+#: reveal the loss, and a quarter round trip more allows for reordering (section 6.2).
 _RACK_ROUND_TRIPS = 1.25
-#: The same if no later one follows: a probe does; for a message of one segment it waits for the
-#: longest delayed acknowledgement in addition, in seconds (section 7.2).
+#: Round trips until a probe reveals a loss if no later segment follows. If the message has only one
+#: segment, the probe waits in addition for the longest delayed acknowledgement, in seconds (section
+#: 7.2).
 _PROBE_ROUND_TRIPS, _DELAYED_ACK_S = 2.0, 0.2
-#: CUBIC cuts the window by this share and then adds so many segments per round trip (RFC 9438,
-#: sections 4.6 and 4.3).
+#: Share by which CUBIC cuts the window after a loss, and the segments per round trip that it then
+#: adds (RFC 9438, sections 4.6 and 4.3).
 _WINDOW_CUT, _WINDOW_GROWTH = 0.3, 0.53
 
 
 def expected_loss_s(nbytes: float, round_trip: float, loss: float) -> float:
-    """Average delay of a message of ``nbytes`` due to lost packets, in seconds.
+    """Return the average delay of a message of ``nbytes`` by lost packets, in seconds.
 
-    ``round_trip`` in seconds; ``loss`` is the share of packets lost on the way there. A loss delays
-    its message until it is sent again. It also leaves a window smaller than a message, so that the
-    next ones take a second round trip, until the window has grown again.
+    ``round_trip`` is in seconds; ``loss`` is the share of packets lost towards the receiver. A loss
+    delays its message until the retransmission. It also leaves the window smaller than a message,
+    so that the next messages take a second round trip until the window has grown again.
     """
     if not loss:
         return 0.0

@@ -80,10 +80,11 @@ class MtpOutput:
 
 @dataclass(frozen=True, slots=True)
 class ImageRows:
-    """Rows of images, which replace the embeddings of the step's rows ``indices``.
+    """Image rows that replace the embeddings of the step's rows ``indices``.
 
-    They are those of :meth:`.VisionTower.encode_image`, on the host, in the compute type: of
-    ``[n, hidden * (1 + layers)]``, all but the first are added after as many layers.
+    ``rows`` comes from :meth:`.VisionTower.encode_image`, on the host in the compute type: ``[n,
+    hidden * (1 + layers)]``. The first ``hidden`` columns replace the embeddings; each further
+    group of ``hidden`` columns is added after one of the first layers.
     """
 
     indices: Sequence[int]

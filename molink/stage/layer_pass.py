@@ -1,4 +1,4 @@
-"""A stage's layers and ends of the model, with the KV pool, attention and RoPE of a step."""
+"""Runs a stage's layers and ends of the model, with the KV pool, attention and RoPE of a step."""
 
 from array import array
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ from molink.stage.torch_dtypes import residual_dtype
 
 @dataclass(frozen=True, slots=True)
 class LocatedRows:
-    """A step with its rows' positions and slots on the host.
+    """A step, with its rows' positions and slots on the host.
 
     See :meth:`~molink.stage.kv_pool.KVPool.locate_rows`.
     """
@@ -41,7 +41,7 @@ class LocatedRows:
 def create_ropes(
     config: ModelConfig, dtype: torch.dtype, device: torch.device
 ) -> tuple[Rope | QueryScales, ...]:
-    """A model's ropes, and behind them that of index queries and factors of its queries, if any."""
+    """Create a model's ropes, then the index queries' rope and the queries' factors, if any."""
     kinds = [
         (rope, size, config.interleaved_rope)
         for rope, size in zip(config.rope_configs, config.rope_head_dims, strict=True)
@@ -58,9 +58,9 @@ def create_ropes(
 
 @dataclass(frozen=True, slots=True)
 class LayerPass:
-    """Runs steps eagerly on one KV pool. Layers compute in ``dtype``.
+    """Runs steps eagerly on one KV pool.
 
-    ``states`` are those of recurrent layers.
+    Layers compute in ``dtype``. ``states`` belongs to recurrent layers.
     """
 
     decoder: Decoder
@@ -74,25 +74,25 @@ class LayerPass:
 
     @property
     def is_first(self) -> bool:
-        """Whether it embeds tokens."""
+        """Whether the stage embeds tokens."""
         return self.decoder.embedding is not None
 
     @property
     def is_last(self) -> bool:
-        """Whether it returns logits, or an embedding model's normed rows."""
+        """Whether the stage returns logits, or an embedding model's normed rows."""
         return self.decoder.norm is not None
 
     @property
     def has_mtp(self) -> bool:
-        """Whether it has an MTP layer."""
+        """Whether the stage has an MTP layer."""
         return self.decoder.mtp is not None
 
     def run_step(
         self, step: LocatedRows, between_layers: Callable[[], None] | None = None
     ) -> StageOutput:
-        """Rows ``[T, hidden]`` in ``wire_dtype``, or the last stage's result of the logit rows.
+        """Compute rows ``[T, hidden]`` in ``wire_dtype``, or the last stage's results.
 
-        ``between_layers`` is called as by :func:`.run_blocks`.
+        ``between_layers`` is called as in :func:`.run_blocks`.
         """
         batch = step.batch
         context = self._prepare_context(batch.sequences, step.positions, step.slots)
@@ -109,7 +109,7 @@ class LayerPass:
     def run_mtp(self, batch: MtpInput, positions: "array[int]", slots: "array[int]") -> MtpOutput:
         """Predict tokens after rows at ``positions``, and store their KV in ``slots``.
 
-        Adapters change nothing here.
+        Adapters don't change the MTP layer.
         """
         if self.decoder.mtp is None:
             raise InvariantError("this stage has no MTP layer")
@@ -122,7 +122,7 @@ class LayerPass:
     def _prepare_context(
         self, sequences: Sequence[SequenceRows], positions: "array[int]", slots: "array[int]"
     ) -> ForwardContext:
-        """What attention needs of a forward."""
+        """Prepare the inputs that all layers of a forward share."""
         both = upload_integers(positions + slots, self.device)
         count = len(positions)
         angles = tuple(rope.compute_angles(both[:count], sequences) for rope in self.ropes)
@@ -132,7 +132,7 @@ class LayerPass:
         return ForwardContext(self.pool, both[count:], angles, attention)
 
     def embed_batch(self, batch: StageInput) -> Tensor:
-        """Residual rows ``[T, hidden]`` of a step, on the device, without its images."""
+        """Return the residual rows ``[T, hidden]`` of a step, on the device, without image rows."""
         if batch.tokens is not None and self.is_first:
             return self.embed_tokens(upload_tensor(batch.tokens, self.device))
         if batch.hidden is None:
@@ -140,15 +140,15 @@ class LayerPass:
         return self.widen_rows(upload_tensor(batch.hidden, self.device))
 
     def embed_tokens(self, tokens: Tensor) -> Tensor:
-        """Residual rows of token ids (int64 ``[T]``, on the device)."""
+        """Embed token ids (int64 ``[T]``, on the device) to residual rows."""
         return self.widen_rows(self.decoder.embed_tokens(tokens))
 
     def widen_rows(self, rows: Tensor) -> Tensor:
-        """Rows ``[T, hidden]`` in the type of residual sums."""
+        """Convert rows ``[T, hidden]`` to the type of residual sums."""
         return rows.to(residual_dtype(self.dtype))
 
     def _place_images(self, rows: Tensor, images: ImageRows) -> AddedRows:
-        """Write images' rows into ``rows``; returns what the first layers add to these."""
+        """Write the image rows into ``rows``; return the rows to add after the first layers."""
         indices = upload_integers(images.indices, self.device)
         found = upload_tensor(images.rows, self.device).to(rows.dtype)
         embedded, *later = found.view(len(found), -1, rows.shape[1]).unbind(1)
@@ -156,7 +156,7 @@ class LayerPass:
         return AddedRows(indices, later)
 
     def finish_rows(self, rows: Tensor, logit_rows: Sequence[int]) -> StageOutput:
-        """What the stage returns for residual rows ``[T, hidden]``."""
+        """Compute the stage's result from residual rows ``[T, hidden]``."""
         if not self.is_last:
             return StageOutput(rows.to(self.wire_dtype))
         if not self.has_mtp:
@@ -168,7 +168,7 @@ class LayerPass:
 
 
 def _select_rows(rows: Tensor, wanted: Sequence[int]) -> Tensor:
-    """Rows ``wanted`` of ``[T, hidden]``."""
+    """Select the rows ``wanted`` of ``[T, hidden]``."""
     if tuple(wanted) == tuple(range(len(rows))):
         return rows
     return rows.index_select(0, upload_integers(wanted, rows.device))

@@ -59,9 +59,9 @@ class ConnectionSlots(Generic[C]):
 
 
 def find_network(address: str) -> str:
-    """Return the network that counts as one address: an IPv4 address, or an IPv6 network.
+    """Return the network that counts as one client: an IPv4 address, or an IPv6 network.
 
-    A socket of both families shows the IPv4 address 192.0.2.1 as ``::ffff:192.0.2.1``.
+    A dual-stack socket reports the IPv4 address 192.0.2.1 as ``::ffff:192.0.2.1``.
     """
     try:
         found = ipaddress.ip_address(address)

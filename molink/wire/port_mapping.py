@@ -1,7 +1,7 @@
 """Messages that ask a home's router to forward TCP ports: PCP (RFC 6887) and NAT-PMP (RFC 6886).
 
-Each is one datagram of 2 to 64 bytes. A router that knows only NAT-PMP answers a request of PCP
-with the version that it speaks.
+Each message is one datagram of 2 to 64 bytes. A router that speaks only NAT-PMP answers a PCP
+request with its own version.
 """
 
 import ipaddress
@@ -10,25 +10,26 @@ from dataclasses import dataclass
 
 from molink.errors import WireError
 
-#: Where routers listen, and the longest datagram that RFC 6887 allows.
+#: The port on which routers listen, and the maximum bytes of a datagram (RFC 6887).
 ROUTER_PORT, MAX_DATAGRAM = 5351, 1100
-#: Seconds for which a port is asked for, and the longest that is believed.
+#: Seconds for which a mapping is requested, and the maximum that an answer may grant.
 LIFETIME_S, MAX_LIFETIME_S = 7200, 86400
 NONCE_BYTES = 12
 _PCP, _NAT_PMP = 2, 0
 _MAP, _TCP, _ANSWER = 1, 6, 0x80
-#: Version, opcode, lifetime, own address; then nonce, protocol, ports and external address.
+#: Header of a request: version, opcode, lifetime, own address. ``_PCP_MAP`` follows: nonce,
+#: protocol, ports, external address.
 _PCP_REQUEST = struct.Struct("!BBHI16s")
 _PCP_ANSWER = struct.Struct("!BBBBII12x")
 _PCP_MAP = struct.Struct("!12sB3xHH16s")
-#: The option that refuses another external port than the one asked for.
+#: The option that makes the router fail instead of mapping another external port.
 _PREFER_FAILURE = struct.pack("!BBH", 2, 0, 0)
-#: NAT-PMP's operations: the public address, and mapping a TCP port.
+#: NAT-PMP's operations: query the public address, and map a TCP port.
 _ADDRESS, _MAP_TCP = 0, 2
 _PMP_MAP = struct.Struct("!BBHHHI")
 _PMP_ADDRESS_ANSWER = struct.Struct("!BBHI4s")
 _PMP_MAP_ANSWER = struct.Struct("!BBHIHHI")
-#: Results of both protocols that a person can do something about.
+#: Explanations of the results of both protocols that a user can act on.
 _EXPLANATIONS = {
     (_PCP, 2): "it doesn't let PCs open ports: allow that in its settings",
     (_PCP, 11): "another PC of this home has the port: choose others",
@@ -39,7 +40,7 @@ _EXPLANATIONS = {
 
 @dataclass(frozen=True, slots=True)
 class PcpAnswer:
-    """A router's answer by PCP; ``failure`` is empty if the port is mapped."""
+    """A router's PCP answer; ``failure`` is empty if the port is mapped."""
 
     port: int
     external_port: int
@@ -50,7 +51,7 @@ class PcpAnswer:
 
 @dataclass(frozen=True, slots=True)
 class PmpAnswer:
-    """A router's answer by NAT-PMP: its address (port 0), or a mapped port."""
+    """A router's NAT-PMP answer: its public address (with port 0), or a mapped port."""
 
     port: int = 0
     external_port: int = 0
@@ -67,28 +68,34 @@ class UnsupportedVersion:
 
 
 def encode_pcp_request(own: str, port: int, nonce: bytes, lifetime: int = LIFETIME_S) -> bytes:
-    """Ask by PCP for the external ``port`` to lead to the same one of ``own``; 0 s ends that."""
+    """Encode a PCP request to map the external ``port`` to the same port of ``own``.
+
+    ``lifetime`` is in seconds; 0 removes the mapping.
+    """
     header = _PCP_REQUEST.pack(_PCP, _MAP, 0, lifetime, _pack_address(own))
     mapping = _PCP_MAP.pack(nonce, _TCP, port, port if lifetime else 0, _pack_address("0.0.0.0"))
     return header + mapping + (_PREFER_FAILURE if lifetime else b"")
 
 
 def encode_pmp_address_request() -> bytes:
-    """Ask by NAT-PMP for the router's public address."""
+    """Encode a NAT-PMP request for the router's public address."""
     return struct.pack("!BB", _NAT_PMP, _ADDRESS)
 
 
 def encode_pmp_request(port: int, lifetime: int = LIFETIME_S) -> bytes:
-    """Ask by NAT-PMP for the external ``port`` to lead to the same one here; 0 s ends that."""
+    """Encode a NAT-PMP request to map the external ``port`` to the same port of this PC.
+
+    ``lifetime`` is in seconds; 0 removes the mapping.
+    """
     external = port if lifetime else 0
     return _PMP_MAP.pack(_NAT_PMP, _MAP_TCP, 0, port, external, lifetime)
 
 
 def decode_answer(data: bytes, nonce: bytes) -> PcpAnswer | PmpAnswer | UnsupportedVersion:
-    """A router's datagram.
+    """Decode a router's datagram.
 
     Raises:
-        WireError: it is malformed, or no answer to a request with this nonce.
+        WireError: the datagram is malformed or does not answer a request with this nonce.
     """
     if len(data) < 4 or not data[1] & _ANSWER:
         raise WireError("not an answer of a router")

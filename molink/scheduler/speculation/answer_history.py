@@ -1,8 +1,8 @@
 """Drafts from earlier answers.
 
-A model repeats its own phrases, and clients ask again what they have asked before. As in Oliaro et
-al., "SuffixDecoding: Extreme Speculative Decoding for Emerging AI Applications", earlier answers
-predict later ones where a request's own text does not.
+Models repeat their own phrases, and clients repeat their questions. As in Oliaro et al.,
+"SuffixDecoding: Extreme Speculative Decoding for Emerging AI Applications", earlier answers predict
+later ones where a request's own text does not.
 """
 
 from array import array
@@ -14,22 +14,22 @@ from molink.facts.images import FIRST_IMAGE_ID
 from molink.scheduler.speculation.base import DraftProposal
 from molink.scheduler.speculation.occurrences import MAX_NGRAM, Occurrences, match_length
 
-#: Tokens in each of two parts of the history; the older part is dropped when the newer is full. A
-#: token takes up to 400 bytes.
+#: Maximum number of tokens in each of the two parts of the history. When the newer part is full,
+#: the older one is dropped. A token takes up to 400 bytes.
 _PART_TOKENS = 1 << 15
-#: Tokens of an answer that are kept, so that the end of a long one delays no step.
+#: Maximum number of tokens kept of an answer, so that the end of a long answer delays no step.
 _ANSWER_TOKENS = 1 << 12
-#: Occurrences that the most frequent next token counts less, by the number of matching tokens;
-#: measured on recorded answers.
+#: Discount on the count of the most frequent next token, by the number of matching tokens; measured
+#: on recorded answers.
 _DISCOUNTS = (0.8, 0.8, 0.65, 0.45)
-#: Stands between answers.
+#: Separates answers.
 _END = -1
 
 
 class AnswerHistory:
-    """Answers of ended requests, each found only by requests of its cache scope.
+    """Answers of ended requests; a request finds only answers of its own cache scope.
 
-    Like the prefix cache, it would otherwise let clients test guesses of others' answers by
+    Without scopes, as in the prefix cache, clients could test guesses of other clients' answers by
     response times.
     """
 
@@ -38,7 +38,7 @@ class AnswerHistory:
         self._newer, self._older = _Answers(), _Answers()
 
     def add_answer(self, scope: bytes, tokens: Sequence[int], prompt: int) -> None:
-        """Add the answer that follows the first ``prompt`` of ``tokens``."""
+        """Add the answer, which follows the first ``prompt`` tokens of ``tokens``."""
         if len(tokens) <= prompt:
             return
         if len(self._newer) >= self._part_tokens:
@@ -47,11 +47,11 @@ class AnswerHistory:
         self._newer.add_tokens(scope, tokens[first : prompt + _ANSWER_TOKENS])
 
     def propose_drafts(self, scope: bytes, tokens: Sequence[int], count: int) -> DraftProposal:
-        """Propose up to ``count`` tokens as after the longest matches.
+        """Propose up to ``count`` tokens that followed the longest matches.
 
-        Where these differ, the most frequent next token is proposed, and what followed it latest.
-        Its probability is its share, less an absolute discount (as in Ney et al., "On Structuring
-        Probabilistic Dependences in Stochastic Language Modelling").
+        If the next tokens of these differ, propose the most frequent one and the tokens that
+        followed its latest occurrence. Its probability is its share less an absolute discount (as
+        in Ney et al., "On Structuring Probabilistic Dependences in Stochastic Language Modelling").
         """
         found = [
             (length, part.token_at(position), part, position)
@@ -69,7 +69,7 @@ class AnswerHistory:
 
 
 class _Answers:
-    """Tokens of answers, one after another."""
+    """One part of the history: tokens of answers in a single sequence."""
 
     def __init__(self) -> None:
         self._tokens = array("q", [_END])
@@ -81,11 +81,11 @@ class _Answers:
         return len(self._tokens)
 
     def token_at(self, position: int) -> int:
-        """The token at a position, or the end of an answer."""
+        """Return the token at a position, or the separator."""
         return self._tokens[position]
 
     def copy_tokens(self, position: int, count: int) -> list[int]:
-        """Up to ``count`` tokens from ``position`` to the end of the answer."""
+        """Return up to ``count`` tokens from ``position`` to the end of the answer."""
         tokens = self._tokens[position : position + count]
         return [*takewhile(lambda token: 0 <= token < FIRST_IMAGE_ID, tokens)]
 
@@ -99,8 +99,10 @@ class _Answers:
             before, last = last, token
 
     def find_matches(self, scope: bytes, tokens: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """How many tokens match the last ones, and the position after these; those of one token
-        only if there are no others."""
+        """Yield each match with the last of ``tokens``: its length and the position after it.
+
+        Matches of one token are yielded only if there are no longer ones.
+        """
         position = 0
         for position in self._pairs.iterate_positions((scope, *tokens[-2:])):
             yield match_length(self._tokens, position, tokens, 2, MAX_NGRAM), position

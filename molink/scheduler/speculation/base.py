@@ -5,10 +5,10 @@ from typing import NamedTuple, Protocol
 
 
 class DraftProposal(NamedTuple):
-    """Proposed tokens, and the ``evidence``: how many of the last tokens match.
+    """Proposed tokens, and the ``evidence`` for them: how many of the last tokens match.
 
-    Those of earlier answers come with the ``first_probability``, which is that of the first token;
-    0 if only the evidence tells.
+    ``first_probability`` is the first token's probability in earlier answers; 0 if it must be
+    estimated by the evidence.
     """
 
     tokens: Sequence[int] = ()
@@ -17,12 +17,12 @@ class DraftProposal(NamedTuple):
 
 
 class DraftSource(Protocol):
-    """Proposes drafts for one request; it may keep what it has learned of its tokens."""
+    """Proposes drafts for one request; may keep state about the request's tokens."""
 
     def propose_drafts(self, tokens: Sequence[int], count: int) -> DraftProposal:
-        """Propose up to ``count`` tokens after ``tokens``, the prompt and answer so far; none if
-        unknown.
+        """Propose up to ``count`` tokens after ``tokens``, the prompt and answer so far.
 
-        ``tokens`` extends those of earlier calls.
+        ``tokens`` extends the tokens of earlier calls. The result is empty if nothing can be
+        proposed.
         """
         ...

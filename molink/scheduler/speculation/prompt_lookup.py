@@ -1,6 +1,6 @@
 """Prompt lookup: drafts from earlier occurrences of the last tokens.
 
-Answers that quote, edit or summarize repeat parts of their prompt (the n-gram drafts of Saxena's
+Answers that quote, edit or summarize their prompt repeat parts of it (the n-gram drafts of Saxena's
 "Prompt Lookup Decoding", and of vLLM). It needs no model.
 """
 
@@ -11,23 +11,23 @@ from molink.facts.images import FIRST_IMAGE_ID
 from molink.scheduler.speculation.base import DraftProposal
 from molink.scheduler.speculation.occurrences import MAX_NGRAM, Occurrences, match_length
 
-#: Tokens indexed per call, so that a long prompt is indexed over several steps.
+#: Maximum tokens indexed per call, so that a long prompt is indexed over several steps.
 _INDEX_STEP = 2048
 
 
 class PromptLookup:
-    """Searches the prompt and answer of one request by an incremental index."""
+    """Searches the prompt and answer of one request with an incremental index."""
 
     __slots__ = ("_last", "_max_ngram", "_pairs")
 
     def __init__(self, longest: int = MAX_NGRAM) -> None:
         self._max_ngram = longest
-        #: Positions after the latest occurrence of each token.
+        #: The position after the latest occurrence of each token.
         self._last: dict[int, int] = {}
         self._pairs = Occurrences()
 
     def propose_drafts(self, tokens: Sequence[int], count: int) -> DraftProposal:
-        """Propose the tokens after the latest of the longest matches."""
+        """Propose the tokens after the longest match, the latest of several."""
         self._index_tokens(tokens)
         best, most = self._last.get(tokens[-1], 0), 1
         for position in self._pairs.iterate_positions(tuple(tokens[-2:])):

@@ -1,4 +1,4 @@
-"""Drafts of one request, and how likely they are to be right."""
+"""Drafts of one request, and their probabilities of being right."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -7,17 +7,17 @@ from molink.facts.drafts import MAX_DRAFTS, DraftTokens
 from molink.scheduler.speculation.answer_history import AnswerHistory
 from molink.scheduler.speculation.base import DraftProposal, DraftSource
 
-#: Prior of the expected and the actual rate of right drafts.
+#: Prior of both the expected and the actual rate of right drafts.
 PRIOR_RATE = 0.4
 #: Upper bound of any draft's probability.
 MAX_PROBABILITY = 0.97
-#: Prior of a draft model request: expected tokens and drafts.
+#: Prior of a draft model request: expected tokens, and drafts.
 _PRIOR_YIELD = (1.2, 3.0)
-#: Weight of the latest draft in the running means, and if less than half of the expected drafts are
-#: right; the prior weighs as much as :data:`_PRIOR_WEIGHT` drafts.
+#: Weight of the latest draft in the running means, and its weight if less than half of the expected
+#: drafts are right. The prior weighs as much as :data:`_PRIOR_WEIGHT` drafts.
 _SMOOTHING, _SMOOTHING_WHERE_BAD = 0.05, 0.15
 _PRIOR_WEIGHT = 4
-#: Records from which on a request's own means are used instead of the shared ones.
+#: Number of records from which a request's own means are used instead of the shared ones.
 _MIN_OWN = 8
 #: Recovery towards the expected rate with each pass without drafts, so that a request whose drafts
 #: were wrong is tried again.
@@ -59,23 +59,23 @@ class _SharedMeans:
 
 
 class DraftRecord(_SharedMeans):
-    """Means of the expected probability of drafts, and of how many were right."""
+    """Means of the expected probability of drafts, and of their success."""
 
     def __init__(self, shared: "DraftRecord | None" = None) -> None:
         super().__init__((PRIOR_RATE, PRIOR_RATE), shared)
 
     @property
     def success_ratio(self) -> float:
-        """Right drafts relative to expected ones."""
+        """Ratio of right drafts to expected right drafts."""
         expected, right = self._effective.means
         return right / expected
 
     def scale_probability(self, expected: float) -> float:
-        """The probability of a draft with the given expected probability."""
+        """Return the probability of a draft with a given expected probability."""
         return min(MAX_PROBABILITY, expected * self.success_ratio)
 
     def record_draft(self, expected: float, *, right: bool) -> None:
-        """Record whether a draft with that expected probability was right."""
+        """Record whether a draft with an expected probability was right."""
         self._add_sample(expected, right)
 
     def _smoothing(self) -> float:
@@ -106,7 +106,7 @@ class DraftYield(_SharedMeans):
         return self._effective.means[1]
 
     def record_request(self, tokens: float, rows: int) -> None:
-        """Record a request followed by ``rows`` drafts that are expected to bring ``tokens``."""
+        """Record a request followed by ``rows`` drafts, which are expected to yield ``tokens``."""
         self._add_sample(tokens, rows)
 
     def decay_yield(self) -> None:
@@ -116,7 +116,7 @@ class DraftYield(_SharedMeans):
         record._move(max(tokens, _PRIOR_YIELD[0]), max(rows, _PRIOR_YIELD[1]), _DECAY)
 
 
-#: Lower bounds of the classes by matching tokens, preceding right drafts included.
+#: Lower bounds of the classes by matching tokens, including preceding right drafts.
 EVIDENCE_CLASSES = (1, 2, 3, 4, 6, 9)
 #: Prior probability by class, measured by ``tools.measure_lookup`` at 05be9d4b.
 CLASS_PRIORS = (0.2, 0.45, 0.65, 0.7, 0.85, 0.95)
@@ -127,10 +127,11 @@ _TRUST_SMOOTHING = 0.15
 class RequestDrafter:
     """Drafts of a request, each with its probability given that the previous ones are right.
 
-    They come from ``source``, from ``history`` of answers in the same cache ``scope``, or by
-    ``on_model_drafts`` from a draft model or a last stage that predicts tokens. The probability
-    combines the matching tokens or the model's word with the past success of such drafts. ``trust``
-    is the probability of tokens that the last stage declares as forced.
+    Drafts come from ``source``, from the ``history`` of answers in the same cache ``scope``, or
+    through ``on_model_drafts`` from a draft model or a last stage with an MTP layer. The
+    probability combines the number of matching tokens, or the model's own probability, with the
+    past success of such drafts. ``trust`` is the probability of tokens that the last stage declares
+    as forced.
     """
 
     __slots__ = (
@@ -208,7 +209,7 @@ class RequestDrafter:
     ) -> Sequence[int]:
         """Propose up to ``count`` tokens after ``tokens`` and the drafts of ``path``.
 
-        If the last proposal is used up, it is extended.
+        The last proposal is extended if it is used up.
         """
         proposal = self._proposal
         rest = proposal.tokens[len(tokens) + len(path) - self._first_position :]
@@ -225,17 +226,17 @@ class RequestDrafter:
         return rest[:count]
 
     def probability_at(self, position: int) -> float:
-        """The probability of the draft at ``position`` if the previous ones are right."""
+        """Return the probability of the draft at ``position`` if the previous ones are right."""
         if position < self._forced_until:
             return self.trust
         return self._token_probability(self._proposal, position - self._first_position)
 
     def lookup_probability(self, tokens: Sequence[int]) -> float:
-        """The probability of the likeliest first draft of no model; 0 if there is none."""
+        """Return the maximum probability of a first draft from the source or the history."""
         return max(map(self._expected_tokens, self._look_up(tokens, 1)))
 
     def _look_up(self, tokens: Sequence[int], count: int) -> list[DraftProposal]:
-        """What the source and the history propose."""
+        """Return the proposals of the source and the history."""
         found = [self.source.propose_drafts(tokens, count)]
         if self._history is not None:
             found.append(self._history.propose_drafts(self._scope, tokens, count))
@@ -243,19 +244,19 @@ class RequestDrafter:
 
     @property
     def is_proven(self) -> bool:
-        """Whether drafts as in the last proposal were right more often than expected."""
+        """Whether drafts like the last proposal were right more often than expected."""
         return self._record_of(self._proposal).success_ratio > 1.0
 
     @property
     def best_probability(self) -> float:
-        """The maximum probability of a draft that is neither forced nor from a model."""
+        """Upper bound of the probability of a draft that is neither forced nor from a model."""
         records = (self._record, self._history_record)[: 1 + (self._history is not None)]
         return max(record.scale_probability(CLASS_PRIORS[-1]) for record in records)
 
     def on_verified(self, position: int, drafts: int, right: int) -> None:
         """Record that the first ``right`` of ``drafts`` from ``position`` on were right.
 
-        Drafts after a wrong one tell nothing.
+        Drafts after a wrong one carry no information.
         """
         sure = max(0, min(drafts, self._forced_until - position))
         if sure:
@@ -294,7 +295,7 @@ class RequestDrafter:
     def _expected_tokens(
         self, proposal: DraftProposal | DraftTokens, most: int = MAX_DRAFTS
     ) -> float:
-        """Expected tokens from a pass with up to ``most`` drafts."""
+        """Return the expected tokens from a pass with up to ``most`` drafts."""
         tokens, probability = 0.0, 1.0
         for index in range(min(len(proposal.tokens), most)):
             probability *= self._token_probability(proposal, index)
@@ -307,7 +308,7 @@ class RequestDrafter:
 
 
 def _prior_probability(proposal: DraftProposal | DraftTokens, index: int) -> float:
-    """The probability of a proposed token before any correction."""
+    """Return the prior probability of a proposed token, before any correction."""
     if isinstance(proposal, DraftTokens):
         return proposal.probabilities[min(index, len(proposal.probabilities) - 1)]
     if proposal.first_probability and not index:

@@ -183,7 +183,7 @@ class Speculation:
         self._drafter_of(state).on_verified(len(state.tokens), drafts, right)
 
     def drop_request(self, state: RequestState) -> None:
-        """Drop an ended request; later ones may repeat its answer."""
+        """Drop an ended request; add its answer to the history, as later answers may repeat it."""
         self.draft_queue.drop_request(state)
         if self._history is not None:
             self._history.add_answer(

@@ -1,18 +1,18 @@
 """Rotary position embedding, for every kind of scaling.
 
-Two kinds also depend on the sequence length, which transformers takes from the highest position of
-a forward. Here it is per request; others in the batch don't matter.
+Two kinds also depend on the sequence length. transformers takes it from the highest position of a
+forward; here it is per request, independent of the batch.
 
 ``dynamic`` (NTK) uses the length after the forward for all of a request's rows, so
 
 - a prompt prefilled in one chunk equals a full forward in transformers;
 - a decoded token at position ``p`` is rotated for length ``p + 1`` while cached keys keep their
-  rotation, as ``generate`` does for one sequence in transformers;
-- a prompt beyond the original context in several chunks gets the frequencies of each chunk's end.
-  Within the original context, chunking doesn't matter.
+  rotation, as in transformers' ``generate`` for one sequence;
+- a prompt beyond the original context that is prefilled in several chunks uses the frequencies of
+  each chunk's end. Within the original context, chunking doesn't matter.
 
-``longrope`` has separate frequencies for sequences beyond the original context, too different for
-one cache. transformers recomputes all keys when a sequence outgrows it. Here a request that may
+``longrope`` has other frequencies for sequences beyond the original context, too different to share
+a cache. transformers recomputes all keys when a sequence outgrows it. Here a request that may
 exceed it (``SequenceRows.max_positions``) uses the second set from its first row on, and the
 scheduler shares no blocks between requests of different sets.
 """
@@ -38,8 +38,8 @@ _INITIAL_POSITIONS = 1024
 class AngleTable:
     """Angles ``[n, 1, 2, rotary_dim]`` on the device, at a fixed address.
 
-    Of ``positions`` positions; if sequences beyond ``short_context`` tokens have other angles,
-    these follow. With ``cell`` text after images has other positions than its own.
+    The table has ``positions`` positions; if sequences beyond ``short_context`` tokens have other
+    angles, these follow. With ``cell``, images shift the positions of the text after them.
     """
 
     angles: Tensor
@@ -50,7 +50,7 @@ class AngleTable:
     def row_indices(
         self, positions: "array[int]", sequences: Sequence[SequenceRows]
     ) -> "Sequence[int] | array[int]":
-        """Table indices of the angles of each sequence's single row."""
+        """Return the table index of each sequence's single row."""
         if self.cell and any(rows.images for rows in sequences):
             shifted = (
                 position + shift_after(rows.images, position, self.cell)
@@ -66,15 +66,19 @@ class AngleTable:
 
 
 def _clamp(position: int, positions: int) -> int:
-    """A table's index, whatever a scheduler says of images: on a GPU others poison the process."""
+    """Clamp a position to the table.
+
+    A scheduler may send invalid image spans, and on a GPU, an index out of range makes all later
+    CUDA calls of the process fail.
+    """
     return min(max(position, 0), positions - 1)
 
 
 class Rope:
     """Cosines and sines of rows, ``[T, 1, 2, rotary_dim]``, for :func:`rotate_half`.
 
-    Those for :func:`rotate_pairs` are ``interleaved``. Tables are computed once in float32 and
-    stored in the compute type: one, or a second one for long sequences with ``longrope``.
+    With ``interleaved`` they are for :func:`rotate_pairs`. Tables are computed once in float32 and
+    stored in the compute type; ``longrope`` has a second one for long sequences.
     """
 
     def __init__(
@@ -86,8 +90,9 @@ class Rope:
         interleaved: bool = False,
         cell: int = 0,
     ) -> None:
-        """``cell`` is the side of an image's cells in pixels, if they have positions."""
-        #: Permutes ``[2, 2, T, rotary_dim / 2]`` (cosines or sines, first or second of pairs).
+        """``cell`` is the side of an image's cells in pixels, if images have M-RoPE positions."""
+        #: Permutation of ``[2, 2, T, rotary_dim / 2]`` (cosines or sines, first or second of a
+        #: pair).
         self._order = (2, 0, 3, 1) if interleaved else (2, 0, 1, 3)
         self._config, self._dim = config, config.rotary_dim(head_dim)
         self._dtype, self._device = dtype, device
@@ -96,7 +101,10 @@ class Rope:
         self._tables = torch.empty(0)
 
     def compute_angles(self, positions: Tensor, sequences: Sequence[SequenceRows]) -> Tensor:
-        """Angles of the rows of ``sequences`` at ``positions`` (int64 ``[T]``, on the device)."""
+        """Return angles of the rows of ``sequences``.
+
+        ``positions`` are the rows' positions, int64 ``[T]`` on the device.
+        """
         longest = max(sequence.end for sequence in sequences)
         config = self._config
         if config.kind == "dynamic" and longest > config.original_context:
@@ -120,11 +128,11 @@ class Rope:
 
     @property
     def table_positions(self) -> int | None:
-        """Positions whose angles are in tables; ``None`` if all are."""
+        """Number of positions that tables can hold; ``None`` means no limit."""
         return self._config.original_context if self._config.kind == "dynamic" else None
 
     def grow_table(self, longest: int) -> AngleTable | None:
-        """Table of all positions below ``longest``; ``None`` if angles depend on more."""
+        """Return a table of all positions below ``longest``; ``None`` if length matters, too."""
         config, most = self._config, self.table_positions
         if most is not None and longest > most:
             return None
@@ -135,7 +143,7 @@ class Rope:
         return AngleTable(tables, positions, config.original_context, self._cell)
 
     def _angles_of_images(self, sequences: Sequence[SequenceRows]) -> Tensor:
-        """Angles where pairs follow an image's place, lines or columns."""
+        """Return angles of rows whose pairs are rotated by an image's position, row or column."""
         numbers = [
             _clamp(number, sequence.end)
             for sequence in sequences
@@ -175,7 +183,7 @@ def _repeat_per_row(values: list[Tensor], sequences: Sequence[SequenceRows]) -> 
     return torch.stack(values).repeat_interleave(counts, dim=0)
 
 
-#: Rotates ``heads`` (``[T, n, head_dim]``) in place, as :func:`rotate_half`.
+#: Rotates ``heads`` (``[T, n, head_dim]``) in place, like :func:`rotate_half`.
 Rotate = Callable[[Tensor, Tensor], None]
 
 
@@ -190,7 +198,7 @@ def rotate_half(heads: Tensor, angles: Tensor) -> None:
 
 
 def rotate_pairs(heads: Tensor, angles: Tensor) -> None:
-    """As :func:`rotate_half` (same shapes), for interleaved pairs."""
+    """Like :func:`rotate_half` (same shapes), but for interleaved pairs."""
     heads = heads[..., : angles.shape[-1]]
     cos, sin = angles.unbind(2)
     swapped = torch.stack((heads[..., 1::2], heads[..., 0::2]), dim=-1).flatten(-2)
@@ -198,10 +206,10 @@ def rotate_pairs(heads: Tensor, angles: Tensor) -> None:
 
 
 def rope_frequencies(config: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
-    """Radians per position of each pair, and the scale of cos and sin.
+    """Return radians per position of each pair, and the scale of cos and sin.
 
-    Float32 ``[n, rotary_dim / 2]``: two rows (short and long sequences) for ``longrope``, else one.
-    For ``dynamic`` they apply within the original context.
+    The radians are float32 ``[n, rotary_dim / 2]``: two rows (short and long sequences) for
+    ``longrope``, otherwise one. For ``dynamic`` they apply within the original context.
     """
     dim = config.rotary_dim(head_dim)
     plain = _plain_frequencies(config.theta, dim)
@@ -231,7 +239,7 @@ def _llama3_frequencies(config: RopeConfig, plain: Tensor) -> Tensor:
     """Divide low frequencies by the factor, keep high ones, and blend between."""
     low, high, length = config.low_freq_factor, config.high_freq_factor, config.original_context
     wavelengths = 2 * math.pi / plain
-    # If they are equal, as in Llama 4, nothing is between them.
+    # If both are equal, as in Llama 4, there is no range to blend.
     blend = (length / wavelengths - low) / ((high - low) or 1.0)
     blended = (1 - blend) * plain / config.factor + blend * plain
     longer = torch.where(wavelengths > length / low, plain / config.factor, blended)

@@ -132,7 +132,7 @@ class VisionBlock:
 
 @dataclass(frozen=True, slots=True)
 class Connector:
-    """Merges rows to cells, and projects these to the decoder's width."""
+    """Merges rows into cells and projects these to the decoder's width."""
 
     shape: ConnectorShape
     row_norm: VisionNormLayer | None
@@ -140,7 +140,7 @@ class Connector:
     projections: tuple[Projection, ...]
 
     def __call__(self, rows: Tensor, lines: int, columns: int) -> Tensor:
-        """Cells ``[T, hidden]`` of rows of ``lines * columns`` patches."""
+        """Return cells ``[T, hidden]`` for the rows of ``lines * columns`` patches."""
         if self.row_norm is not None:
             rows = self.row_norm(rows)
         cells = _merge_cells(rows.view(lines, columns, -1), self.shape.side, self.shape.merging)
@@ -160,7 +160,7 @@ class Connector:
 class VisionTower:
     """Turns an image into rows of the decoder, one for each cell of its patches.
 
-    With a connector after inner layers, too, a row has the decoder's width as many times.
+    With DeepStack, a row concatenates one row of the decoder's width from each connector.
     """
 
     config: VisionConfig
@@ -171,7 +171,7 @@ class VisionTower:
     blocks: tuple[VisionBlock, ...]
     last_norm: VisionNormLayer | None
     connector: Connector
-    #: Connectors by the inner layer whose rows they take, in the order of the decoder's layers.
+    #: Connectors by the tower layer whose rows they take, in the order of the decoder's layers.
     deepstack: dict[int, Connector]
     dtype: torch.dtype
     device: torch.device
@@ -244,14 +244,14 @@ class VisionTower:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory."""
+        """Bytes of all weights."""
         connectors = (self.connector, *self.deepstack.values())
         parts = (self.patches, *self.blocks, *connectors, self.first_norm, self.last_norm)
         return total_bytes(self.positions) + sum(part.nbytes for part in parts if part is not None)
 
 
 def _resize_positions(table: Tensor, lines: int, columns: int) -> Tensor:
-    """Learned positions ``[side * side, hidden]`` resized to ``[lines * columns, hidden]``."""
+    """Resize learned positions ``[side * side, hidden]`` to ``[lines * columns, hidden]``."""
     side = isqrt(len(table))
     if (lines, columns) == (side, side):
         return table

@@ -293,7 +293,8 @@ class SwarmStatus(msgspec.Struct, frozen=True):
     pairing_port: int | None = None
     pairing_requests: tuple[PairingStatus, ...] = ()
     revoked: tuple[RevokedPeerStatus, ...] = ()
-    #: This PC's own router: ``kind``, the address whose ports it ``forwards``, why it ``refuses``.
+    #: This PC's router: its ``kind``, the address whose ports it ``forwards``, and why it
+    #: ``refuses``.
     router: dict[str, str] = {}
     #: Relays (``from``, ``to``, ``through``, ``punched``), and the control socket's counters.
     relays: tuple[dict[str, Any], ...] = ()

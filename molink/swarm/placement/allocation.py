@@ -81,7 +81,7 @@ def fits_model(desired: DesiredModel, offers: Iterable[Candidate]) -> bool:
 
 
 def _build_host(desired: DesiredModel, offer: Candidate) -> StageHost:
-    """A peer's room for a model; speeds and draft models don't count."""
+    """Describe a peer's room for a model; speeds and draft models are ignored."""
     return build_host(desired.facts, replace(offer, draft_bytes=0), desired.setup, ASSUMED_RATE)
 
 
@@ -179,7 +179,7 @@ class _PeerAllocation:
         return bound == demand.key[0] or (bound is None and not demand.desired.pins)
 
     def order_smallest(self, demand: PeerDemand, peers: Iterable[str]) -> list[str]:
-        """Sort peers by memory, among those that are equally preferred."""
+        """Sort peers by rank, and by memory within a rank."""
         preference = self.rank_peers(demand, ())
         return sorted(peers, key=lambda peer: (preference(peer), self.candidates[peer].memory))
 
@@ -230,7 +230,7 @@ class _PeerAllocation:
         return _fits_hosts(demand.desired.facts.layers, hosts)
 
     def build_host(self, demand: PeerDemand, offer: Candidate) -> StageHost:
-        """A peer's room for the deployment's model."""
+        """Return a peer's room for the deployment's model."""
         name = demand.key[0], offer.peer
         if name not in self.hosts:
             self.hosts[name] = _build_host(demand.desired, offer)
@@ -300,7 +300,7 @@ class _PeerAllocation:
                 self.owners[peer] = previous[peer]
 
     def assign_rest(self) -> None:
-        """Spread the remaining peers: they improve rings or replace lost peers."""
+        """Distribute the remaining peers, so that they improve rings or replace lost peers."""
         roomy = [demand for demand in self.by_priority if self.has_room(demand)]
         members = {demand.key: self.peers_of(demand) for demand in roomy}
         memory = {key: self.sum_memory(peers) for key, peers in members.items()}

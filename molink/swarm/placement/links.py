@@ -90,9 +90,9 @@ class Links:
     def latency_and_rate(self, source: str, target: str) -> tuple[float, float]:
         """Return latency and rate of one direction.
 
-        A missing latency, and for a nearby link a missing rate, is taken from the other direction.
-        A distant link of unknown rate is as fast as the sender's uplink and the receiver's downlink
-        allow.
+        A missing latency is replaced by the other direction's, and so is a missing rate of a nearby
+        link. The rate of a distant link defaults to the minimum of the sender's uplink and the
+        receiver's downlink.
         """
         latency, rate = self._latency(source, target), self._find_facts(source, target).rate
         if rate is None and latency > MAX_NEARBY_LATENCY:

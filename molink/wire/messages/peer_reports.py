@@ -1,4 +1,4 @@
-"""Reports of peers to the coordinator: what they have, and the state of their stages."""
+"""Peers' reports to the coordinator: what they have, and the state of their stages."""
 
 from typing import Annotated, Literal
 
@@ -20,10 +20,11 @@ MAX_RATE = 1e12
 class WorkerState(Message, frozen=True, kw_only=True):
     """A worker process of a peer.
 
-    ``epoch`` is that of the newest Assign (``fetching`` … ``loaded``) or FormPipeline (``ready``)
-    that it has carried out; a restarted coordinator adopts a running pipeline by it. ``done`` of
-    ``total`` bytes are fetched and verified (``fetching``) or in memory (``loading``, at ``rate``
-    bytes/s). ``slowdown`` is the ratio of decode step times to the profile; 0 if not measured.
+    ``epoch`` is the epoch of the newest Assign (``fetching`` … ``loaded``) or FormPipeline
+    (``ready``) that it has carried out, by which a restarted coordinator adopts a running pipeline.
+    ``done`` of ``total`` bytes are fetched and verified (``fetching``) or in memory (``loading``,
+    at ``rate`` bytes/s). ``slowdown`` is the ratio of decode step times to the profile; 0 if not
+    measured.
     """
 
     pid: Index
@@ -39,7 +40,7 @@ class WorkerState(Message, frozen=True, kw_only=True):
 
 
 class PrefetchState(Message, frozen=True, kw_only=True):
-    """Progress of the newest :class:`Prefetch`; ``reason`` tells why it failed.
+    """Progress of the newest :class:`Prefetch`; ``reason`` says why it failed.
 
     ``done`` of ``total`` bytes are fetched and verified.
     """
@@ -54,7 +55,7 @@ class PrefetchState(Message, frozen=True, kw_only=True):
 class TransferState(Message, frozen=True, kw_only=True):
     """A model's files being fetched: ``done`` of ``total`` bytes at ``rate`` bytes/s.
 
-    ``source`` names the sender for users. ``is_replica``: nothing waits for them.
+    ``source`` names the sender for users. With ``is_replica``, nothing waits for the files.
     """
 
     model: Text
@@ -75,7 +76,7 @@ MAX_LAYER_RANGES = 8
 class PartialModel(Message, frozen=True, kw_only=True):
     """The layers of a model whose files are all on a peer's disk.
 
-    Empty: only files besides the layers, or too many ranges for a report.
+    Empty means that it has only files besides the layers, or too many ranges for a report.
     """
 
     root: Root
@@ -83,7 +84,10 @@ class PartialModel(Message, frozen=True, kw_only=True):
 
 
 class PeerReport(Message, frozen=True, kw_only=True, tag="peer-report"):
-    """What a peer is and has: the first message of a session, then every 500 ms as a heartbeat."""
+    """A peer's identity, hardware and state.
+
+    It is the first message of a session, and is then sent every 500 ms as a heartbeat.
+    """
 
     name: Text
     version: Text
@@ -111,9 +115,9 @@ class PeerReport(Message, frozen=True, kw_only=True, tag="peer-report"):
     worker_ports: tuple[Port, Port] = (0, 0)
     #: Percentage of the served model on this PC's disk.
     replicated_percent: Annotated[int, msgspec.Meta(ge=0, le=100)] = 0
-    #: Why this peer offers no layers for now, though its user allows it at other times.
+    #: Why this peer offers no layers at present, although its user allows it at other times.
     pause_reason: Text = ""
-    #: Models of which this peer serves a part of the files.
+    #: Models for which this peer serves a part of the files.
     partial_models: Annotated[
         tuple[PartialModel, ...], msgspec.Meta(max_length=MAX_PARTIAL_MODELS)
     ] = ()
@@ -136,8 +140,8 @@ class ReachReport(Message, frozen=True, kw_only=True, tag="reach-report"):
     """The result of connecting to another peer's control port.
 
     ``latency`` is one way in seconds, ``rate`` in bytes/s, ``loss`` a share of packets; ``None`` if
-    unknown. Sent on each change, and for all peers at the start of a session. One message per pair,
-    since a large swarm exceeds a report's header.
+    unknown. It is sent on each change, and for all peers at the start of a session. Each pair has
+    its own message, since all pairs of a large swarm would not fit into a report's header.
     """
 
     peer: Text
@@ -145,11 +149,11 @@ class ReachReport(Message, frozen=True, kw_only=True, tag="reach-report"):
     latency: Annotated[float, msgspec.Meta(ge=0, le=MAX_LATENCY)] | None = None
     rate: Annotated[float, msgspec.Meta(ge=MIN_RATE, le=MAX_RATE)] | None = None
     loss: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
-    #: Through a relay, since a direct connection is impossible.
+    #: Whether the connection uses a relay, since a direct one is impossible.
     is_relayed: bool = False
-    #: The connections over that relay go on directly, from router to router.
+    #: Whether the connections have moved from that relay to direct ones between the routers.
     is_punched: bool = False
-    #: Id of the relay that held back or cut connections; 0 if none did. Probes may still pass.
+    #: Id of a relay that held back or cut connections; 0 if none did. Probes may still pass.
     failed_relay: Count = 0
 
 
@@ -178,9 +182,10 @@ class StageReady(Message, frozen=True, kw_only=True, tag="stage-ready"):
 class StageFailed(Message, frozen=True, kw_only=True, tag="stage-failed"):
     """A worker failed or died, or its next stage made no progress.
 
-    ``next_lost``: the next stage is to blame. ``previous_blocked``: this stage had to block the
-    previous one, which is to blame. ``out_of_memory``: the device lacks memory while it also
-    holds another pipeline's stage. ``files_missing``: no connected PC has some of its files.
+    With ``next_lost``, the next stage is the cause. With ``previous_blocked``, the previous stage
+    is the cause, and this stage had to block it. With ``out_of_memory``, the device lacks memory
+    while it also holds another pipeline's stage. With ``files_missing``, no connected PC has some
+    of the stage's files.
     """
 
     pipeline: Text
@@ -194,6 +199,6 @@ class StageFailed(Message, frozen=True, kw_only=True, tag="stage-failed"):
 
 
 class Goodbye(Message, frozen=True, kw_only=True, tag="goodbye"):
-    """The sender stops; it remains a member and may return. Answered by DoneReply."""
+    """The sender stops; it remains a member and may return. DoneReply answers it."""
 
     ref: Count

@@ -1,14 +1,14 @@
 """Relayed routes: two PCs that can't reach each other, and a third that forwards their bytes.
 
-The messages are between the coordinator and the three. The ends and the relay exchange a few bytes
-of plain TCP: the relay sends a nonce, an end answers with a proof that it knows the secret
-(:func:`compute_proof`) without revealing it. Once both are there, the relay tells each from which
-address the other has connected (:func:`encode_address`), and forwards the encrypted connection of
-two ZeroMQ sockets.
+The coordinator exchanges the messages with the three PCs. The ends and the relay exchange a few
+bytes over plain TCP: the relay sends a nonce, and an end answers with a proof that it knows the
+secret (:func:`compute_proof`), without revealing it. Once both ends have connected, the relay tells
+each the other's address as it sees it (:func:`encode_address`), and forwards the encrypted
+connection between two ZeroMQ sockets.
 
-The ends cut that connection into records, each with its length before it, and add signs of life
-(:class:`SignOfLife`) with a key that the relay doesn't have, so that a relay can't hold back or cut
-a connection unseen. By these they also agree to open a direct connection, and move to it.
+The ends split that connection into records, each preceded by its length, and add signs of life
+(:class:`SignOfLife`). The relay doesn't have their key, so it can't hold back or cut a connection
+unnoticed. With signs of life, the ends also agree to open a direct connection and move to it.
 """
 
 import hashlib
@@ -27,22 +27,22 @@ from molink.wire.messages.base import Message, Port
 Secret = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 #: Which end dials the other, and which waits.
 Role = Literal["dials", "waits"]
-#: What an end claims to be: also a peer that can be called at a rendezvous, and one that calls it
-#: (:mod:`molink.wire.messages.rendezvous`).
+#: What an end claims to be. At a rendezvous, it may also be a peer that others can call, or a peer
+#: that calls one (:mod:`molink.wire.messages.rendezvous`).
 Claim = Role | Literal["registers", "calls"]
 
-#: Relays at once on one PC.
+#: Maximum number of simultaneous relays on one PC.
 MAX_OF_PEER = 16
-#: Bytes of the relay's nonce, and of the answer.
+#: Bytes of the relay's nonce, and of an end's proof.
 NONCE_BYTES, PROOF_BYTES = 16, 8 + 1 + 32
-#: Sent to a waiting end when another has arrived.
+#: The relay sends this to a waiting end once the other end has connected.
 PEER_ARRIVED = b"\x01"
-#: Bytes of an address. The other end's and the receiver's own follow, as the relay sees them; the
-#: end that dials gets all that too.
+#: Bytes of an address. The addresses of the other end and of the receiver follow, as the relay sees
+#: them. The end that dials gets the same.
 ADDRESS_BYTES = 16 + 2
-#: Bytes of the port that the dialing end requests once connected, and of the nonce after it.
+#: Bytes of the port that the dialing end requests once connected, and of the nonce that follows.
 PORT_BYTES, STREAM_NONCE_BYTES = 2, 16
-#: The length before a record; 0 before a sign of life.
+#: Format of the length before a record; 0 precedes a sign of life.
 RECORD_LENGTH = struct.Struct(">I")
 _SIGN = struct.Struct(">QQQB")
 _MAC_BYTES = 16
@@ -53,16 +53,17 @@ _LETTERS: dict[Claim, bytes] = {
     "registers": b"r",
     "calls": b"c",
 }
-#: Bytes by which an end proves itself on a direct connection, and the dialing end's choice of it.
+#: Bytes of an end's proof on a direct connection, and the byte by which the dialing end chooses the
+#: connection.
 DIRECT_PROOF_BYTES, CHOSEN = 32, b"\x01"
-#: Host and port as an IP address and number.
+#: IP address and port.
 Address = tuple[str, int]
 
 
 class OpenRelay(Message, frozen=True, kw_only=True, tag="open-relay"):
-    """Forward bytes between two ends that know ``secret``, until told to stop.
+    """Forward bytes between two ends that know ``secret``, until :class:`CloseRelay`.
 
-    ``ends`` are addresses that the two report; behind a router they may connect from another one.
+    ``ends`` has the addresses that the two report; behind a router, they may connect from others.
     """
 
     id: Count
@@ -71,17 +72,18 @@ class OpenRelay(Message, frozen=True, kw_only=True, tag="open-relay"):
 
 
 class RelayOpened(Message, frozen=True, kw_only=True, tag="relay-opened"):
-    """The port for the ends; 0 on failure."""
+    """The relay's port for the ends; 0 on failure."""
 
     id: Count
     port: Port
 
 
 class RelayedRoute(Message, frozen=True, kw_only=True, tag="relayed-route"):
-    """Reach ``peer`` through a relay, or wait for it there.
+    """Connect to ``peer`` through a relay, or wait for it there.
 
-    The relay doesn't know ``end_secret``. Without ``addresses`` the relay is this PC's rendezvous,
-    for which ``secret`` follows from its own and the ``id``.
+    The relay doesn't know ``end_secret``. Without ``addresses``, the relay is this PC's rendezvous;
+    instead of ``secret``, the ends then use
+    :func:`~molink.wire.messages.rendezvous.derive_session_secret`.
     """
 
     id: Count
@@ -94,19 +96,19 @@ class RelayedRoute(Message, frozen=True, kw_only=True, tag="relayed-route"):
 
 
 class CloseRelay(Message, frozen=True, kw_only=True, tag="close-relay"):
-    """Close that relay or relayed route."""
+    """Close the relay or relayed route ``id``."""
 
     id: Count
 
 
 def compute_proof(id: int, claim: Claim, secret: bytes, nonce: bytes) -> bytes:
-    """An end's answer to a relay's nonce."""
+    """Return an end's answer to a relay's nonce."""
     begin = id.to_bytes(8, "big") + _LETTERS[claim]
     return begin + hmac.new(secret, nonce + begin, hashlib.sha256).digest()
 
 
 def parse_claim(answer: bytes) -> tuple[int, Claim]:
-    """The relay id and the claim of an answer, unverified.
+    """Return the relay id and the claim of an answer, unverified.
 
     Raises:
         WireError: it is invalid.
@@ -123,7 +125,7 @@ def is_valid_proof(answer: bytes, id: int, claim: Claim, secret: bytes, nonce: b
 
 
 def encode_address(address: Address | None) -> bytes:
-    """An IPv4 or IPv6 address and a port; zeros for none."""
+    """Encode an IPv4 or IPv6 address and a port; zeros if there is none."""
     host, port = ("::", 0) if address is None else address
     ip = ipaddress.ip_address(host.partition("%")[0])
     if ip.version == 4:
@@ -132,13 +134,16 @@ def encode_address(address: Address | None) -> bytes:
 
 
 def decode_address(data: bytes) -> Address | None:
-    """The address in ``ADDRESS_BYTES``, as the relay claims it; ``None`` without one."""
+    """Decode an address that the relay claims; ``None`` if there is none."""
     ip, port = ipaddress.IPv6Address(data[:16]), int.from_bytes(data[16:], "big")
     return (str(ip.ipv4_mapped or ip), port) if port else None
 
 
 def compute_direct_proof(role: Role, end_secret: bytes, nonce: bytes) -> bytes:
-    """What an end sends first on a direct connection that replaces the relayed one of ``nonce``."""
+    """Return an end's proof, which it sends first on a direct connection.
+
+    ``nonce`` identifies the relayed connection that the direct one replaces.
+    """
     person = b"molink-direct-" + _LETTERS[role]
     return hashlib.blake2b(
         nonce, digest_size=DIRECT_PROOF_BYTES, key=end_secret, person=person
@@ -146,24 +151,25 @@ def compute_direct_proof(role: Role, end_secret: bytes, nonce: bytes) -> bytes:
 
 
 class SignKind(IntEnum):
-    """What a sign of life says besides that its sender lives."""
+    """What a sign of life means in addition to the fact that its sender lives."""
 
     ALIVE = 0
-    #: Nothing follows: the sender closes the connection.
+    #: The last sign: the sender closes the connection.
     LAST = 1
-    #: The dialing end asks for a direct connection; the other agrees; both start.
+    #: The dialing end asks for a direct connection, the other end agrees, and both start to
+    #: connect.
     ASK_DIRECT = 2
     AGREE_DIRECT = 3
     START_DIRECT = 4
-    #: All that follows comes over the direct connection.
+    #: All following bytes are sent over the direct connection.
     MOVED = 5
 
 
 class SignOfLife(NamedTuple):
-    """What one end of a relayed connection tells the other, several times a second.
+    """A message that each end of a relayed connection sends to the other several times a second.
 
-    ``number`` counts them from 1, ``answered`` is the number of the last one received, and ``sent``
-    counts the bytes of all records before it.
+    ``number`` counts signs from 1, ``answered`` is the number of the last one received, and
+    ``sent`` counts the bytes of all earlier records.
     """
 
     number: int
@@ -172,16 +178,16 @@ class SignOfLife(NamedTuple):
     kind: SignKind = SignKind.ALIVE
 
     def encode(self, role: Role, end_secret: bytes, nonce: bytes) -> bytes:
-        """The bytes after a length of 0; ``role`` is the sender's."""
+        """Return the bytes that follow a length of 0; ``role`` is the sender's."""
         body = _SIGN.pack(*self)
         return body + _sign_body(body, role, end_secret, nonce)
 
     @classmethod
     def decode(cls, data: bytes, role: Role, end_secret: bytes, nonce: bytes) -> "SignOfLife":
-        """What an end with that role has sent.
+        """Decode a sign of life from an end with ``role``.
 
         Raises:
-            WireError: it is forged, or of another connection.
+            WireError: it is forged or belongs to another connection.
         """
         body, mac = data[: _SIGN.size], data[_SIGN.size :]
         if not hmac.compare_digest(mac, _sign_body(body, role, end_secret, nonce)):

@@ -1,10 +1,11 @@
 """A rendezvous: a small public server at which peers behind routers meet.
 
-Peers speak to it as to a relay (:mod:`molink.wire.messages.relay`): it sends a nonce, and they
-prove that they know its secret. A peer *registers* under its own id, which it signs for with its
-own key, and keeps one connection waiting. Another one *calls* it, and the two connections are
-joined. Then the caller names one of the peer's sockets by a byte, and CURVE runs from end to end.
-Any two peers may also use it as a relay, with an id and a second secret from the coordinator.
+Peers use the same protocol as with a relay (:mod:`molink.wire.messages.relay`): the rendezvous
+sends a nonce, and they prove that they know its secret. A peer *registers* under its own id, which
+it proves with a signature by its key, and keeps one connection waiting. When another peer *calls*
+it, the rendezvous joins the two connections. Then the caller sends a byte that selects one of the
+peer's sockets, and CURVE runs from end to end. Any two peers may also use it as a relay, with an id
+and a second secret from the coordinator.
 """
 
 import base64
@@ -19,13 +20,13 @@ from molink.wire.signing import SIGNATURE_BYTES, Signer, derive_public_key, is_s
 
 DEFAULT_PORT = 5464
 _SECRET_BYTES = 16
-#: Characters of a verify key.
+#: Number of characters of a verify key.
 _KEY_LENGTH = 40
 #: Bytes after the proof of a peer that registers: its verify key and its signature.
 REGISTRATION_BYTES = _KEY_LENGTH + SIGNATURE_BYTES
-#: Answers to a caller: joined with the peer, or nobody is registered under that id.
+#: Answers to a caller: joined with the peer, or no peer is registered under that id.
 JOINED, NOBODY = b"\x01", b"\x00"
-#: The sockets that a caller may ask for.
+#: The sockets that a caller may select.
 COORDINATOR, CONTROL = b"\x01", b"\x02"
 
 _PURPOSE = b"rendezvous:"
@@ -36,7 +37,7 @@ _PLACE = re.compile(
 
 
 class RendezvousAddress(NamedTuple):
-    """Where a rendezvous is, and the secret that its users share: ``SECRET@HOST:PORT``."""
+    """The address of a rendezvous and the secret that its users share: ``SECRET@HOST:PORT``."""
 
     secret: bytes
     host: str
@@ -47,7 +48,7 @@ class RendezvousAddress(NamedTuple):
         """Parse ``SECRET@HOST`` or ``SECRET@HOST:PORT``, with an IPv6 address in brackets.
 
         Raises:
-            ValueError: it is neither.
+            ValueError: the text has neither form.
         """
         secret, _, place = text.partition("@")
         match = _PLACE.fullmatch(place)
@@ -69,26 +70,26 @@ class RendezvousAddress(NamedTuple):
 
 
 def is_place(text: str) -> bool:
-    """Whether ``text`` is ``HOST:PORT`` of a rendezvous."""
+    """Whether ``text`` is the ``HOST:PORT`` of a rendezvous."""
     match = _PLACE.fullmatch(text)
     return match is not None and match["port"] is not None
 
 
 def generate_secret() -> bytes:
-    """A new secret of a rendezvous."""
+    """Generate a secret for a new rendezvous."""
     return secrets.token_bytes(_SECRET_BYTES)
 
 
 def encode_secret(secret: bytes) -> str:
-    """The secret as text."""
+    """Encode a secret as text."""
     return base64.urlsafe_b64encode(secret).rstrip(b"=").decode("ascii")
 
 
 def decode_secret(text: str) -> bytes:
-    """The secret of :func:`encode_secret`'s text.
+    """Decode the text from :func:`encode_secret`.
 
     Raises:
-        ValueError: it isn't one.
+        ValueError: the text is not an encoded secret.
     """
     if _SECRET.fullmatch(text) is None:
         raise ValueError("it holds no secret")
@@ -96,7 +97,7 @@ def decode_secret(text: str) -> bytes:
 
 
 def derive_session_secret(secret: bytes, claim: Claim, id: int) -> bytes:
-    """What both ends of a session prove to the rendezvous that they know, ``u8 [32]``."""
+    """Derive a session's secret, ``u8 [32]``; its ends prove its knowledge to the rendezvous."""
     kind = b"peer" if claim in ("registers", "calls") else b"route"
     return hashlib.blake2b(
         kind + id.to_bytes(8, "big"), digest_size=32, key=secret, person=b"molink-rdv"
@@ -104,10 +105,10 @@ def derive_session_secret(secret: bytes, claim: Claim, id: int) -> bytes:
 
 
 def session_of_peer(peer: str) -> int:
-    """The id of a peer's session: the number that the peer's id is.
+    """Return the session id of a peer: the peer's id as a number.
 
     Raises:
-        ValueError: it is no peer's id.
+        ValueError: ``peer`` is not a peer's id.
     """
     if len(peer) != 16:
         raise ValueError(f"{peer!r} is not a peer's id")
@@ -115,17 +116,17 @@ def session_of_peer(peer: str) -> int:
 
 
 def compute_registration(signer: Signer, peer: str, secret: bytes, nonce: bytes) -> bytes:
-    """The answer of a peer that registers; ``secret`` is the rendezvous's."""
+    """Return the answer by which a peer registers; ``secret`` is the rendezvous's."""
     id = session_of_peer(peer)
     shared = derive_session_secret(secret, "registers", id)
     proof = compute_proof(id, "registers", shared, nonce)
-    # Another rendezvous has another secret, so it can't register a peer here by passing on our
-    # nonce.
+    # The signature covers the secret. Otherwise, another rendezvous could forward our nonce to a
+    # peer and register that peer here.
     return proof + signer.verify_key.encode("ascii") + signer.sign(_PURPOSE, nonce + shared)
 
 
 def is_valid_registration(answer: bytes, secret: bytes, nonce: bytes) -> bool:
-    """Whether an answer proves the secret of the rendezvous, and the key of the peer it names."""
+    """Whether an answer proves knowledge of the rendezvous's secret and of its peer's key."""
     id, body = int.from_bytes(answer[:8], "big"), answer[PROOF_BYTES:]
     shared = derive_session_secret(secret, "registers", id)
     if not is_valid_proof(answer[:PROOF_BYTES], id, "registers", shared, nonce):
