@@ -60,7 +60,8 @@ def test_exhaustive_search_finds_the_best_of_all_rings() -> None:
         for i, (memory, rate) in enumerate([(14, 2.0), (12, 3.5), (19, 1.0), (2, 9.0)])
     ]
     rows = [[(3 * i + 5 * j) % 7 / 4 for j in range(4)] for i in range(4)]
-    ring = RingCosts(rows, [[row / 2 for row in line] for line in rows], (0.1, 0.2, 0.0, 0.0))
+    tokens, prompts = ([[row / by for row in line] for line in rows] for by in (2, 3))
+    ring = RingCosts(rows, tokens, prompts, (0.1, 0.2, 0.0, 0.0))
 
     def took(order: tuple[int, ...], cuts: tuple[int, ...]) -> float:
         counts = [b - a for a, b in pairwise((0, *cuts, layers))]

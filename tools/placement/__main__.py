@@ -14,7 +14,7 @@ from molink.facts.footprint import StageSetup
 from molink.facts.model import LayerRange
 from molink.facts.ring_times import HANDLING_S, TOKEN_BYTES
 from molink.facts.tcp_loss import expected_loss_s
-from molink.swarm.placement.link_times import ANSWER_TOKENS
+from molink.swarm.placement.link_times import ANSWER_TOKENS, PROMPT_TOKENS
 from molink.swarm.placement.links import Links
 from molink.swarm.placement.placement import (
     MAX_STAGES,
@@ -76,6 +76,10 @@ def ring_costs(swarm: Swarm) -> RingCosts:
     return RingCosts(
         rows=[[hop_s(link, row) for link in links] for links in swarm.links],
         tokens=[[hop_s(link, TOKEN_BYTES) for link in links] for links in swarm.links],
+        prompts=[
+            [row / link.rate * PROMPT_TOKENS / ANSWER_TOKENS for link in links]
+            for links in swarm.links
+        ],
         asks=[
             sum(ask_s(asker, first) for asker in swarm.askers) / len(swarm.askers)
             for first in range(len(swarm.candidates))

@@ -21,18 +21,21 @@ _Times = npt.NDArray[np.float64]
 @dataclass(frozen=True, slots=True)
 class RingCosts:
     """Times in seconds: ``rows[i][j]`` and ``tokens[i][j]`` of a row and of a token's way from PC
-    ``i`` to ``j``, and ``asks[i]`` per token if PC ``i`` holds the first stage."""
+    ``i`` to ``j``, ``prompts[i][j]`` of a prompt's rows over that link for each token of an answer,
+    and ``asks[i]`` per token if PC ``i`` holds the first stage."""
 
     rows: Sequence[Sequence[float]]
     tokens: Sequence[Sequence[float]]
+    prompts: Sequence[Sequence[float]]
     asks: Sequence[float]
 
     def path_s(self, order: Sequence[int]) -> float:
-        """Seconds of all hops of a ring, and of asking."""
+        """Seconds per token of all hops of a ring, of asking, and of the slowest link's prompts."""
         if len(order) == 1:
             return self.asks[order[0]]
         hops = sum(self.rows[i][j] for i, j in pairwise(order))
-        return hops + self.tokens[order[-1]][order[0]] + self.asks[order[0]]
+        prompts = max(self.prompts[i][j] for i, j in pairwise(order))
+        return hops + self.tokens[order[-1]][order[0]] + prompts + self.asks[order[0]]
 
 
 class ExhaustiveSearch:
@@ -65,7 +68,7 @@ class ExhaustiveSearch:
             alone = self._steps[first][True, True][self._layers] + asks
             if alone < self._best:
                 self._best, self._best_order = float(alone), (first,)
-            self._extend((first,), asks, self._steps[first][True, False])
+            self._extend((first,), asks, 0.0, self._steps[first][True, False])
         return self._best, self._best_order
 
     def _step_times(self, host: StageHost, opens: bool, closes: bool) -> _Times:
@@ -77,21 +80,24 @@ class ExhaustiveSearch:
             ]
         )
 
-    def _extend(self, order: tuple[int, ...], hops: float, done: _Times) -> None:
+    def _extend(self, order: tuple[int, ...], hops: float, prompts: float, done: _Times) -> None:
         """Try all rings that begin with ``order``; ``done[n]`` are the least step times of its
-        stages with ``n`` layers."""
-        if len(order) == self._max_stages or hops + float(np.min(done + self._rest)) >= self._best:
+        stages with ``n`` layers, and ``prompts`` the time of its slowest link."""
+        least = hops + prompts + float(np.min(done + self._rest))
+        if len(order) == self._max_stages or least >= self._best:
             return
         for after in range(self._count):
             if after in order:
                 continue
             way = hops + self._costs.rows[order[-1]][after]
-            closed = way + self._costs.tokens[after][order[0]]
+            slowest = max(prompts, self._costs.prompts[order[-1]][after])
+            closed = way + slowest + self._costs.tokens[after][order[0]]
             last = self._steps[after][False, True]
             total = closed + float(np.min(done + last[::-1]))
             if total < self._best:
                 self._best, self._best_order = total, (*order, after)
-            self._extend((*order, after), way, self._add_stage(done, self._steps[after]))
+            further = self._add_stage(done, self._steps[after])
+            self._extend((*order, after), way, slowest, further)
 
     def _add_stage(self, done: _Times, steps: dict[tuple[bool, bool], _Times]) -> _Times:
         sums = np.where(self._before >= 0, done[self._before], inf) + steps[False, False][None, :]

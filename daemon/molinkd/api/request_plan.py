@@ -2,7 +2,7 @@
 
 import dataclasses
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -144,25 +144,22 @@ def make_plan(
     stop_ids = _stop_ids(body, tokenizer)
     choices: list[ChoicePlan] = []
     for number, prompt in enumerate(prompts):
-        max_tokens = _max_tokens(body, loaded_model, len(prompt.ids))
-        for copy in range(count):
-            seed = _derived_seed(sampling.seed, copy)
-            request = Request(
-                model=loaded_model.model.pipeline_model,
-                adapter=loaded_model.model.adapter,
-                prompt_token_ids=prompt.ids,
-                max_tokens=max_tokens,
-                sampling_params=msgspec.structs.replace(sampling, seed=seed),
-                stop_token_ids=stop_ids,
-                grammar=tokenized.grammar,
-                client=client,
-                cache_salt=cache_salt,
-                images=prompt.images,
-                priority=body.priority or 0,
-                max_queue_s=body.max_queue_time or 0.0,
-                deadline_s=deadline_s,
-            )
-            choices.append(ChoicePlan(len(choices), number, prompt.text, request))
+        request = Request(
+            model=loaded_model.model.pipeline_model,
+            adapter=loaded_model.model.adapter,
+            prompt_token_ids=prompt.ids,
+            max_tokens=_max_tokens(body, loaded_model, len(prompt.ids)),
+            sampling_params=sampling,
+            stop_token_ids=stop_ids,
+            grammar=tokenized.grammar,
+            client=client,
+            cache_salt=cache_salt,
+            images=prompt.images,
+            priority=body.priority or 0,
+            max_queue_s=body.max_queue_time or 0.0,
+            deadline_s=deadline_s,
+        )
+        choices += _plan_copies(request, count, len(choices), number, prompt.text)
     return RequestPlan(
         loaded_model=loaded_model,
         choices=tuple(choices),
@@ -177,6 +174,17 @@ def make_plan(
         continues_prompt=isinstance(body, CompletionBody) or bool(tokenized.grammar),
         parser_settings=_make_parser_settings(body, loaded_model, tokenized),
     )
+
+
+def _plan_copies(
+    request: Request, count: int, index: int, prompt: int, text: str
+) -> Iterator[ChoicePlan]:
+    """Plan ``count`` answers to one prompt, numbered from ``index``, each with its own seed."""
+    for copy in range(count):
+        params = request.sampling_params
+        seeded = msgspec.structs.replace(params, seed=_derived_seed(params.seed, copy))
+        own = msgspec.structs.replace(request, sampling_params=seeded)
+        yield ChoicePlan(index + copy, prompt, text, own)
 
 
 def _check_echo(echoed: int) -> None:

@@ -249,18 +249,26 @@ DevicesOption = Annotated[
         "one PC with +: rtx3090+rtx3060,rtx4090."
     ),
 ]
+ModelOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Short name (`molink search`), model folder (config.json is enough), GGUF file, "
+        "or name of a model on this PC.  [default: --model-profile]"
+    ),
+]
+ExpertMemoryOption = Annotated[
+    str | None,
+    typer.Option(
+        help="RAM of each PC for experts that don't fit its GPU: 48GB, or 56GB,26GB for each.  "
+        "[default: none]"
+    ),
+]
 
 
 def plan(
     stages: StagesOption = None,
     device: DevicesOption = "rtx4090",
-    model: Annotated[
-        str | None,
-        typer.Option(
-            help="Short name (`molink search`), model folder (config.json is enough), GGUF file, "
-            "or name of a model on this PC.  [default: --model-profile]"
-        ),
-    ] = None,
+    model: ModelOption = None,
     model_profile: Annotated[
         str, typer.Option(help="Model shape: a name or a .toml file.")
     ] = "qwen-7b",
@@ -271,13 +279,7 @@ def plan(
     kv_cache_dtype: Annotated[
         KVCacheDType, typer.Option(help="Keys and values of requests.")
     ] = "auto",
-    expert_memory: Annotated[
-        str | None,
-        typer.Option(
-            help="RAM of each PC for experts that don't fit its GPU: 48GB, or 56GB,26GB for each.  "
-            "[default: none]"
-        ),
-    ] = None,
+    expert_memory: ExpertMemoryOption = None,
     bandwidth: Annotated[float, typer.Option(help="Bandwidth per link, in Mbps.")] = 100.0,
     latency: Annotated[float, typer.Option(help="One-way latency per link, in ms.")] = 30.0,
     streams: Annotated[int, typer.Option(help="Concurrent decoding requests.")] = 8,

@@ -165,10 +165,8 @@ def simulate_command(
     if recording is not None:
         _replay_recording(recording, as_json=as_json)
         return
-    _check_options(trace, arrivals, timeline, window)
     fleet = fleet_options(pipelines, peers, peers_per_uplink, router, churn, away)
-    if fleet is not None and timeline is not None:
-        raise UsageError("--timeline draws a single ring: omit --pipelines")
+    _check_options(trace, arrivals, timeline, window, is_fleet=fleet is not None)
     rows, sizes = _read_requests(trace, input_tokens, output_tokens)
     load = Workload(rate, duration, warmup, rows, arrivals, seed, *sizes, max_prompt, max_output)
     scenario = Scenario(
@@ -187,24 +185,23 @@ def simulate_command(
         preemption_mode=preemption_mode,
         prefill_only_batches=prefill_only_batches,
     )
+    scenarios = [replace(scenario, policy=name) for name in _parse_policies(policy)]
     if fleet is not None:
-        show_fleets(
-            [replace(scenario, policy=name) for name in _parse_policies(policy)], fleet, as_json
-        )
-        return
-    _print_outcomes(
-        _simulate_policies(scenario, _parse_policies(policy), timeline, window), as_json=as_json
-    )
+        show_fleets(scenarios, fleet, as_json)
+    else:
+        _show_rings(scenarios, timeline, window, as_json=as_json)
 
 
 def _check_options(
-    trace: Path | None, arrivals: str, picture: Path | None, window: str | None
+    trace: Path | None, arrivals: str, picture: Path | None, window: str | None, *, is_fleet: bool
 ) -> None:
     """Check options that depend on each other."""
     if trace is None and arrivals == "trace":
         raise UsageError("--arrivals trace needs a --trace with times")
     if window is not None and picture is None:
         raise UsageError("--window needs --timeline FILE.svg")
+    if is_fleet and picture is not None:
+        raise UsageError("--timeline draws a single ring: omit --pipelines")
 
 
 def _read_requests(
@@ -248,12 +245,12 @@ def _parse_count(option: str, value: str) -> int:
     return int(value)
 
 
-def _simulate_policies(
-    scenario: Scenario, policies: Sequence[str], picture: Path | None, window: str | None
-) -> list[SimulationOutcome]:
-    scenarios = [replace(scenario, policy=name) for name in policies]
+def _show_rings(
+    scenarios: Sequence[Scenario], picture: Path | None, window: str | None, *, as_json: bool
+) -> None:
     with Console(stderr=True).status("simulating …"):
-        return _run_scenarios(scenarios, picture, window)
+        outcomes = _run_scenarios(scenarios, picture, window)
+    _print_outcomes(outcomes, as_json=as_json)
 
 
 def _run_scenarios(

@@ -8,9 +8,10 @@ from molink.facts.tcp_loss import expected_loss_s
 from molink.swarm.placement.links import Links
 from molink.swarm.placement.rings import LinkTimes, LinkTimeTable
 
-#: Tokens of a usual answer. A request and its first token each travel once between the PC where
-#: somebody asks and the first stage; every other token only follows the one before.
-ANSWER_TOKENS = 256
+#: Tokens of a usual prompt and answer. The prompt's rows pass every link once, and the request and
+#: the first token the way between the PC where somebody asks and the first stage; each further
+#: token takes a round trip.
+PROMPT_TOKENS, ANSWER_TOKENS = 512, 256
 #: The PCs where most is asked stand for all.
 _MAX_ASKERS = 32
 

@@ -32,7 +32,12 @@ from molink.facts.memory_plan import (
     usable_bytes,
 )
 from molink.facts.model import LayerRange, ModelFacts, Objective, Quantize
-from molink.swarm.placement.link_times import estimate_ask_times, estimate_link_times
+from molink.swarm.placement.link_times import (
+    ANSWER_TOKENS,
+    PROMPT_TOKENS,
+    estimate_ask_times,
+    estimate_link_times,
+)
 from molink.swarm.placement.links import Links
 from molink.swarm.placement.partition import Gap, Split, StageCosts, StageHost, split_gaps
 from molink.swarm.placement.ring_search import search_ring
@@ -347,6 +352,7 @@ class _Placer:
                 self.goal.objective,
                 MAX_STAGES,
                 ask_times,
+                PROMPT_TOKENS / ANSWER_TOKENS,
             )
             ring = search_ring(task, self.goal.min_stages)
             if ring is None or not (found is None or is_room_worth(tokens, ring.cost, found.cost)):

@@ -12,7 +12,6 @@ from heapq import nsmallest
 from itertools import pairwise
 from math import inf
 
-from molink.facts.model import Objective
 from molink.swarm.placement.partition import split_layers
 from molink.swarm.placement.rings import (
     MICRO_BATCHES_PER_STAGE,
@@ -85,6 +84,7 @@ def _paths(task: RingTask, able: Sequence[int]) -> Iterator[_Path]:
     """Shortest path of each set, opener and closer; where links can be the bottleneck, also longer
     paths over faster links. Earlier joined peers come first."""
     size = min(task.max_stages, task.layers, len(able))
+    both = task.objective == "throughput" or task.prompt_rows > 0
     for opener in able:
         fronts: dict[tuple[int, int], list[_Path]] = {
             (1 << opener, opener): [(0.0, 0.0, (opener,))]
@@ -101,7 +101,7 @@ def _paths(task: RingTask, able: Sequence[int]) -> Iterator[_Path]:
                     front = longer.setdefault((members | 1 << to, to), [])
                     for length, busy, order in ways:
                         further = (length + link.rows, max(busy, link.rows_busy), (*order, to))
-                        _add_path(front, further, task.objective)
+                        _add_path(front, further, both)
             fronts = longer
             for (_, closer), ways in fronts.items():
                 back = task.link_times[closer][opener]
@@ -110,9 +110,8 @@ def _paths(task: RingTask, able: Sequence[int]) -> Iterator[_Path]:
                     yield length + back.tokens, max(busy, back.tokens_busy), order
 
 
-def _add_path(front: list[_Path], way: _Path, objective: Objective) -> None:
-    """Keep paths that are not dominated in length and, if it counts, in busiest link."""
-    both = objective == "throughput"
+def _add_path(front: list[_Path], way: _Path, both: bool) -> None:
+    """Keep paths that are not dominated in length and, with ``both``, in busiest link."""
     length, busy, _ = way
     for one in front:
         if one[0] <= length * (1 + TOLERANCE) and (not both or one[1] <= busy * (1 + TOLERANCE)):
@@ -135,7 +134,8 @@ def _best_ring(
     if best is not None:
         round_trip_time = length + total
         if task.objective == "latency":
-            if round_trip_time + task.ask_time(order[0]) >= best.cost * (1 - TOLERANCE):
+            start = task.start_time(order[0], busy)
+            if round_trip_time + start >= best.cost * (1 - TOLERANCE):
                 return None
         else:
             bound = best.cost * (1 + TOLERANCE)

@@ -45,7 +45,8 @@ LinkTimeTable = Sequence[LinkTimeRow]
 class RingTask:
     """``layers`` to be split among at most ``max_stages`` of ``hosts``.
 
-    For ``latency``, asking takes ``ask_times[i]`` seconds per token if host ``i`` opens the ring.
+    For ``latency``, asking takes ``ask_times[i]`` seconds per token if host ``i`` opens the ring,
+    and each token of an answer has ``prompt_rows`` rows of a prompt, which pass all links.
     """
 
     layers: int
@@ -54,10 +55,16 @@ class RingTask:
     objective: Objective = "latency"
     max_stages: int = 16
     ask_times: Sequence[float] = ()
+    prompt_rows: float = 0.0
 
-    def ask_time(self, opener: int) -> float:
-        """What asking adds to the cost of a ring that ``opener`` opens, in seconds."""
-        return self.ask_times[opener] if self.ask_times and self.objective == "latency" else 0.0
+    def start_time(self, opener: int, busy: float) -> float:
+        """What an answer takes before its first token, beyond a round trip: seconds per token.
+
+        ``opener`` is asked; the busiest link takes ``busy`` seconds for a row.
+        """
+        if self.objective != "latency":
+            return 0.0
+        return (self.ask_times[opener] if self.ask_times else 0.0) + self.prompt_rows * busy
 
     @cached_property
     def linear_times(self) -> Sequence[Sequence[LinearTime]]:
@@ -79,8 +86,8 @@ class RingCandidate:
     """Indices of hosts in ring order, and the layers of each.
 
     ``round_trip_time`` and ``slowest_time`` (of a stage) are in seconds. ``cost`` is minimized: the
-    round trip and the share of asking for ``latency``, the interval between micro-batches for
-    ``throughput``.
+    round trip and a token's share of the start for ``latency``, the interval between micro-batches
+    for ``throughput``.
     """
 
     order: tuple[int, ...]
@@ -145,7 +152,7 @@ def _build_ring(
 ) -> RingCandidate:
     times = [line.time_of(count) for line, count in zip(lines, counts, strict=True)]
     round_trip_time, slowest = way[0] + sum(times), max(times)
-    cost = round_trip_time + task.ask_time(order[0])
+    cost = round_trip_time + task.start_time(order[0], way[1])
     if task.objective == "throughput":
         cost = max(slowest, way[1], round_trip_time / (MICRO_BATCHES_PER_STAGE * len(order)))
     return RingCandidate(tuple(order), tuple(counts), cost, round_trip_time, slowest)

@@ -66,7 +66,8 @@ def cost_of(
             busy.append(link.tokens_busy if closes else link.rows_busy)
     turn = sum(steps) + sum(links)
     if task.objective == "latency":
-        return turn, turn
+        asked = task.ask_times[order[0]] if task.ask_times else 0.0
+        return turn + asked + task.prompt_rows * max(busy), turn
     return max(*steps, *busy, turn / (MICRO_BATCHES_PER_STAGE * m)), turn
 
 
@@ -100,7 +101,13 @@ def tasks(draw: st.DrawFn) -> RingTask:
     link_times = [[draw(link) if i != j else None for j in range(n)] for i in range(n)]
     objective = draw(st.sampled_from(["latency", "throughput"]))
     return RingTask(
-        draw(st.integers(1, 7)), hosts, link_times, objective, max_stages=draw(st.integers(1, 4))
+        draw(st.integers(1, 7)),
+        hosts,
+        link_times,
+        objective,
+        max_stages=draw(st.integers(1, 4)),
+        ask_times=draw(st.lists(st.sampled_from([0.0, 0.4, 3.0]), min_size=n, max_size=n)),
+        prompt_rows=draw(st.sampled_from([0.0, 2.0])),
     )
 
 
