@@ -3,8 +3,9 @@
 If the target can connect to the source, the source is its own relay: bytes travel over the
 connection that the target has opened. Otherwise it is the member that both have reached with the
 shortest path, and without one the rendezvous at which both are registered, until a member that has
-not failed can relay. A relay that has failed for a pair is not chosen again for a while, even if it
-was gone meanwhile: it may be hostile. All times in seconds.
+not failed can relay. A much shorter path replaces it after a while. A relay that has failed for a
+pair is not chosen again for a while, even if it was gone meanwhile: it may be hostile. All times in
+seconds.
 """
 
 from collections.abc import Callable, Collection
@@ -22,6 +23,10 @@ OPEN_TIMEOUT = 10.0
 #: Seconds for which a failed relay is not chosen again for the same pair; doubles with each failure
 #: up to the maximum. Its record is clean again when the maximum has passed after that.
 FIRST_EXCLUSION, MAX_EXCLUSION = 30.0, 3600.0
+
+#: Seconds after which a relay is replaced by one with a shorter path, by at least this share of it
+#: and this many seconds one way. A change interrupts streams until the ring has formed again.
+MIN_STAY, MIN_GAIN, MIN_GAIN_S = 300.0, 0.3, 0.01
 
 Pair = tuple[str, str]
 
@@ -253,17 +258,25 @@ class RelayPlanner:
         return by in self._peers and to in self._peers and to in self._peers[by].unreachable
 
     def _has_better(self, pair: Pair) -> bool:
-        """Whether a member that has not failed can relay instead of the rendezvous.
+        """Whether a member that has not failed can relay instead of the rendezvous, or sooner.
 
         Not for connections that have left it: they would break.
         """
         relay = self._relays[pair]
-        if relay.relay_peer in self._peers or relay.is_punched:
+        is_member = relay.relay_peer in self._peers
+        has_stayed = relay.is_open and self._now >= relay.requested_at + MIN_STAY
+        if relay.is_punched or (is_member and not has_stayed):
             return False
-        return any(
-            one in self._peers and (pair, one) not in self._exclusions
+        others = [
+            one
             for one in self._find_relays(pair)
-        )
+            if one in self._peers and (pair, one) not in self._exclusions
+        ]
+        if not is_member:
+            return bool(others)
+        present = self._path_latency(pair, relay.relay_peer)
+        gain = present - min((self._path_latency(pair, one) for one in others), default=present)
+        return gain >= max(MIN_GAIN_S, MIN_GAIN * present)
 
     def _can_relay(self, pair: Pair, through: str) -> bool:
         if through and all(self._peers[end].rendezvous == through for end in pair):

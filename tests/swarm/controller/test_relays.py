@@ -8,6 +8,7 @@ from molink.swarm.controller.relays import (
     FIRST_EXCLUSION,
     MAX_EXCLUSION,
     MAX_RELAYS,
+    MIN_STAY,
     OPEN_TIMEOUT,
     LivePeersChangedEvent,
     RelayAction,
@@ -117,6 +118,38 @@ def test_a_lost_relay_of_an_earlier_leader_is_replaced() -> None:
     (told,) = swarm.tried("a", "b", False, relayed=True)
     assert isinstance(told, SendMessageAction)
     assert isinstance(told.message, OpenRelay)
+
+
+def test_a_much_nearer_relay_replaces_one_after_a_while() -> None:
+    swarm, _ = apart(latency=0.1)
+    swarm.opened("hub", 1)
+    for name, latency in (("near", 0.02), ("same", 0.09)):
+        swarm.offer(name)
+        for one in "ab":
+            swarm.tried(one, name, True, latency)
+    swarm.wait(MIN_STAY - 1)
+    assert swarm.relays.relay_peers == {("a", "b"): "hub"}
+    closed = swarm.tried("a", "b", True, 0.2, relayed=True)
+    assert closed == []
+    swarm.wait(1)
+    swarm.tried("a", "same", True, 0.09)
+    assert swarm.relays.relay_peers == {("a", "b"): "near"}
+    swarm.opened("near", 2)
+    swarm.wait(MIN_STAY + 1)
+    swarm.tried("a", "same", True, 0.015)
+    assert swarm.relays.relay_peers == {("a", "b"): "near"}
+
+
+def test_one_that_was_left_is_not_replaced() -> None:
+    swarm, _ = apart(latency=0.1)
+    swarm.opened("hub", 1)
+    tried = ConnectionTriedEvent("a", "b", True, 0.05)
+    swarm._handle(RouteTriedEvent(tried, is_relayed=True, is_punched=True))
+    swarm.offer("near")
+    swarm.wait(MIN_STAY + 1)
+    for one in "ab":
+        swarm.tried(one, "near", True, 0.01)
+    assert swarm.relays.relay_peers == {("a", "b"): "hub"}
 
 
 def test_the_status_shows_who_has_left_the_relay() -> None:
