@@ -30,11 +30,11 @@ from tools.wan.homes import KINDS, Homes, Kind, homes_unavailable
 
 _ROOT = Path(__file__).resolve().parents[1]
 #: How long a pair may take from the start of its second PC to the first answer, in seconds.
-_SERVE_S = 90.0
+_SERVE_S = 150.0
 _REACHED = re.compile(r"(\S+): reached .* in (\d+\.\d+) s")
 #: The rendezvous by name, and its address as it prints it.
 _MEETING, _RENDEZVOUS = "meet.example", re.compile(r"--rendezvous (\S+)")
-_LEFT = re.compile(r"left the relay after (\d+\.\d+) s")
+_LEFT = re.compile(r"(\S+): left the relay after (\d+\.\d+) s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,8 +195,12 @@ class Table:
         ways = tuple(_find_way(status, *ends) for ends in (pair, pair[::-1]))
         logs = [(first.log, pair[1]), (second.log, pair[0])]
         reached = [dict(_REACHED.findall(text)).get(peer) for text, peer in logs]
-        moves = [float(one) for text, _ in logs for one in _LEFT.findall(text)]
-        return Cell(ways, tuple(float(one) for one in reached if one), tuple(moves), rate)
+        moved = [dict(_LEFT.findall(text)).get(peer) for text, peer in logs]
+        return Cell(ways, _floats(reached), _floats(moved), rate)
+
+
+def _floats(found: Sequence[str | None]) -> tuple[float, ...]:
+    return tuple(float(one) for one in found if one is not None)
 
 
 def _find_way(status: dict[str, Any], source: str, target: str) -> str:

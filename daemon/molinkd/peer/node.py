@@ -67,7 +67,8 @@ from molinkd.peer.launch import (
 )
 from molinkd.peer.membership.peer_directory import PeerDirectory
 from molinkd.peer.membership.peer_prober import ProbeResult, can_connect
-from molinkd.peer.membership.relayed_routes import RelayController, RelayedRoutes
+from molinkd.peer.membership.relay_controller import RelayController
+from molinkd.peer.membership.relayed_routes import RelayedRoutes
 from molinkd.peer.membership.session import CoordinatorSession
 from molinkd.peer.resources import Resources
 from molinkd.tasks import cancel_tasks

@@ -22,7 +22,6 @@ import msgspec
 from molink.errors import ConnectionBroken, MolinkError
 from molink.swarm.membership.router_kind import RouterObserver
 from molink.util.token_bucket import RateLimit, TokenBucket
-from molink.wire.messages.control_plane import ControlMessage
 from molink.wire.messages.instructions import (
     Assign,
     FormPipeline,
@@ -31,19 +30,15 @@ from molink.wire.messages.instructions import (
     StageProfile,
     Unassign,
 )
-from molink.wire.messages.peer_reports import ReachReport
 from molink.wire.messages.relay import (
     PEER_ARRIVED,
     PORT_BYTES,
     STREAM_NONCE_BYTES,
     Address,
     CloseRelay,
-    OpenRelay,
     RelayedRoute,
-    RelayOpened,
 )
-from molink.wire.messages.rendezvous import derive_session_secret
-from molinkd.peer.membership.addresses import LOOPBACK, local_dial_host
+from molinkd.peer.membership.addresses import LOOPBACK
 from molinkd.peer.membership.hole_punching import PunchBackoff, may_punch, punch
 from molinkd.peer.membership.relay_ends import (
     CONNECT_TIMEOUT_S,
@@ -53,9 +48,8 @@ from molinkd.peer.membership.relay_ends import (
     read_addresses,
     spawn_in,
 )
-from molinkd.peer.membership.relay_server import RelayServer, authenticate_end
+from molinkd.peer.membership.relay_server import authenticate_end
 from molinkd.peer.membership.relayed_stream import OpenDirect, RelayedStream
-from molinkd.peer.resources import Resources
 from molinkd.splice import Stream, close_after, listen_on_free_port, open_pair, open_stream
 from molinkd.tasks import cancel_tasks
 
@@ -110,6 +104,8 @@ class RelayedRoutes:
         self._tasks: dict[int, set[asyncio.Task[Any]]] = {}
         self._losses: dict[int, TokenBucket] = {}
         self._punches = PunchBackoff(time.monotonic)
+        #: Peers to which a connection has left its relay.
+        self._left: set[str] = set()
         #: This PC's router, by what relays see.
         self.router = RouterObserver()
         #: Connections by the tasks that serve them; and those whose route is gone, but not needed.
@@ -231,6 +227,8 @@ class RelayedRoutes:
             raise
         try:
             await stream.splice(local)
+            if stream.is_direct:
+                self._punches.record_result(relayed_route.peer, ok=True)
         except MolinkError as error:
             if stream.is_direct:
                 log.info("the direct connection to %s: %s", relayed_route.peer, error)
@@ -261,6 +259,12 @@ class RelayedRoutes:
             raise
         return self._make_stream(relayed_route, far, nonce, other)
 
+    def _on_moved(self, peer: str, seconds: float) -> None:
+        """Log how soon connections to a peer leave their relay."""
+        level = logging.DEBUG if peer in self._left else logging.INFO
+        self._left.add(peer)
+        log.log(level, "%s: left the relay after %.2f s", peer, seconds)
+
     async def _read_other(self, far: Stream) -> Address | None:
         """Where the other end has connected from, as the relay says."""
         other, own = await read_addresses(far[0])
@@ -288,7 +292,7 @@ class RelayedRoutes:
         is_due = role == "waits" or self._punches.is_due(peer)
         if other is not None and is_due and may_punch(other, relay):
             direct = partial(open_direct, other)
-        stream = RelayedStream(far, role, secret, nonce, direct)
+        stream = RelayedStream(far, role, secret, nonce, direct, partial(self._on_moved, peer))
         task = asyncio.current_task()
         assert task is not None
         self._streams[task] = stream
@@ -360,6 +364,7 @@ class RelayedRoutes:
             for key in [key for key in self._listeners if key[0] == relayed_route.peer]:
                 del self._listeners[key]
             self._punches.drop_peer(relayed_route.peer)
+            self._left.discard(relayed_route.peer)
             self._on_change(relayed_route.peer)
 
     def _spawn(self, id: int, work: Coroutine[Any, Any, None]) -> asyncio.Task[Any]:
@@ -410,75 +415,3 @@ async def _time_echoes(reader: asyncio.StreamReader, writer: asyncio.StreamWrite
         await reader.readexactly(1)
         trips.append(loop.time() - started)
     return min(trips) / 2
-
-
-class RelayController:
-    """Carries out the coordinator's orders about relays."""
-
-    def __init__(
-        self,
-        resources: Resources,
-        send: Callable[[ControlMessage], None],
-        on_change: Callable[[str], None],
-    ) -> None:
-        """``on_change(peer)`` is called when a relayed route to a peer is added or removed."""
-        self._resources, self._send = resources, send
-        settings = resources.settings
-        self.routes = RelayedRoutes(
-            local_dial_host(settings.host),
-            self._allowed_ports,
-            on_change,
-            self._report_relay,
-            resources.me,
-        )
-        self._relay = RelayServer(settings.host, max(settings.member_ports, default=0))
-
-    def on_message(self, message: ControlMessage) -> bool:
-        """Handle an order; returns whether it is about relays."""
-        match message:
-            case OpenRelay():
-                port = self._relay.open_relay(message) if self._resources.settings.relay else 0
-                self._send(RelayOpened(id=message.id, port=port))
-            case RelayedRoute() if message.addresses:
-                self.routes.on_message(message)
-            case RelayedRoute():
-                self._open_at_rendezvous(message)
-            case CloseRelay():
-                self._relay.close_relay(message.id)
-                self.routes.on_message(message)
-            case _:
-                return False
-        return True
-
-    @property
-    def rendezvous_place(self) -> str:
-        """``host:port`` of the rendezvous where this PC is registered; empty without one."""
-        known = self._resources.rendezvous
-        return known.address.place if known is not None and known.is_registered else ""
-
-    def _open_at_rendezvous(self, route: RelayedRoute) -> None:
-        if self._resources.rendezvous is None:
-            log.warning("no route to %s: this PC has no rendezvous", route.peer)
-            return
-        address = self._resources.rendezvous.address
-        secret = derive_session_secret(address.secret, route.role, route.id)
-        self.routes.on_message(
-            msgspec.structs.replace(
-                route, addresses=(address.host,), port=address.port, secret=secret
-            )
-        )
-
-    async def close(self) -> None:
-        """Close all relays and routes."""
-        await self.routes.close()
-        await self._relay.close()
-
-    def _report_relay(self, peer: str, id: int) -> None:
-        """Report a relay that passes nothing on."""
-        report = ReachReport(peer=peer, is_reachable=False, is_relayed=True, failed_relay=id)
-        self._send(report)
-
-    def _allowed_ports(self) -> set[int]:
-        """Ports that a relayed route may reach: our sockets that every peer may dial."""
-        first, last = self._resources.settings.worker_ports
-        return {self._resources.server.port, *(range(first, last + 1) if first else ())}

@@ -12,15 +12,12 @@ programs that use the stream don't notice.
 
 import asyncio
 import contextlib
-import logging
 from collections.abc import Awaitable, Callable
 
 from molink.errors import ConnectionBroken, Unavailable, WireError
 from molink.wire.messages.relay import RECORD_LENGTH, SIGN_BYTES, Role, SignKind, SignOfLife
 from molinkd.splice import CHUNK_BYTES, Stream
 from molinkd.tasks import cancel_tasks
-
-log = logging.getLogger(__name__)
 
 #: Seconds between two signs of life, and how many may be unanswered: what waits before them on a
 #: slow line may take some seconds. Time in which this process does not run doesn't count. The end
@@ -48,17 +45,19 @@ class RelayedStream:
         end_secret: bytes,
         nonce: bytes,
         open_direct: OpenDirect | None = None,
+        on_moved: Callable[[float], None] = lambda _: None,
     ) -> None:
         """``far`` leads to the relay; ``nonce`` is of this connection.
 
-        Without ``open_direct`` it stays with the relay.
+        Without ``open_direct`` it stays with the relay. ``on_moved()`` gets the seconds that the
+        dialling end took to leave it.
         """
         self._relay, self._secret, self._nonce = far, end_secret, nonce
         self._reader, self._writer = far
         self._role, self._other_role = role, _OTHER[role]
         self._num_signs = self._answered_by_us = self._answered_by_them = 0
         self._sent = self._received = 0
-        self._open_direct = open_direct
+        self._open_direct, self._on_moved = open_direct, on_moved
         self._direct: asyncio.Task[Stream] | None = None
         self._agreed = asyncio.Event()
         #: Set once it is clear whether the bytes go directly: :attr:`is_direct`.
@@ -190,8 +189,8 @@ class RelayedStream:
             self._start_direct()
             assert self._direct is not None
             self._move_writer(await self._direct)
-            log.info("left the relay after %.2f s", loop.time() - asked_at)
-        except (OSError, TimeoutError):
+            self._on_moved(loop.time() - asked_at)
+        except OSError:  # includes TimeoutError
             pass  # the relay stays
         finally:
             if not self.is_direct:
@@ -218,12 +217,14 @@ class RelayedStream:
         Raises:
             WireError: There is none.
         """
+        absent = "the other end has moved to a connection that isn't there"
+        if self._direct is None:
+            raise WireError(absent)
         try:
-            assert self._direct is not None
             async with asyncio.timeout(_AGREE_S):
                 stream = await asyncio.shield(self._direct)
-        except (AssertionError, OSError, TimeoutError):
-            raise WireError("the other end has moved to a connection that isn't there") from None
+        except OSError:  # includes TimeoutError
+            raise WireError(absent) from None
         if self._role == "waits":
             self._move_writer(stream)
         self._reader = stream[0]
