@@ -50,6 +50,20 @@ RETIRED_WORDS = {
     "victim": "preemption candidate",
     "wishes": "desired state",
 }
+#: Phrases that sound translated or old, with plain ones.
+RETIRED_PHRASES = {
+    "anew": "again",
+    "as far as": "if, or up to",
+    "foretell": "predict",
+    "foretold": "predicted",
+    "is to be": "must be",
+    "of what is": "the name of the thing",
+    "say of": "say about",
+    "says of": "says about",
+    "so many": "the number's name",
+    "what becomes of": "the name of the result",
+    "whatever": "any, or regardless of",
+}
 
 _UNIT_NAME = re.compile(
     r"(?:_s|_ms|_gb|_mb|_at|now|seconds|time|timeout|rate|share|factor|bytes|mbps|probability"
@@ -177,6 +191,40 @@ def test_retired_words_do_not_come_back() -> None:
         if word in RETIRED_WORDS and not (word == "lane" and "stage" in path.parts)  # of vectors
     }
     assert sorted(found) == []
+
+
+def prose_of(path: Path) -> Iterator[tuple[int, str]]:
+    """Strings and blocks of comments in lower case on one line, with their first lines."""
+    first, last, text, kind = 0, 0, "", tokenize.NL
+    with tokenize.open(path) as file:
+        for token in tokenize.generate_tokens(file.readline):
+            if token.type == tokenize.NL:
+                continue
+            is_next = token.type == tokenize.STRING or token.start[0] <= last + 1
+            if token.type != kind or not is_next:
+                yield first, " ".join(text.lower().split())
+                first, text, kind = token.start[0], "", token.type
+            if token.type in (tokenize.COMMENT, tokenize.STRING):
+                text += re.sub(r"^#:? ?|^[A-Za-z]*[\"']+|[\"']+$", " ", token.string)
+            last = token.end[0]
+
+
+def test_retired_phrases_do_not_come_back() -> None:
+    pattern = re.compile(rf"\b(?:{'|'.join(RETIRED_PHRASES)})\b")
+    found = [
+        f"{path.relative_to(ROOT).as_posix()}:{line}: {phrase} is {RETIRED_PHRASES[phrase]}"
+        for path in [*SOURCES, *TOOLS]
+        if not path.is_relative_to(CORPUS)
+        for line, text in prose_of(path)
+        for phrase in pattern.findall(text)
+    ]
+    assert found == []
+
+
+def test_prose_is_found_across_lines(tmp_path: Path) -> None:
+    path = tmp_path / "sample.py"
+    path.write_text("'''As\n    far\n'''\n#: So\n#: many\nx = (\n    f'is '\n    f'to be'\n)\n")
+    assert {"as far", "so many", "is to be"} <= {text for _, text in prose_of(path)}
 
 
 def test_words_of_names_and_prose_are_found(tmp_path: Path) -> None:

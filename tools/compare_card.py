@@ -43,7 +43,7 @@ from tools.make_bench_model import SHAPES, VOCABULARY, Shape
 
 #: Decode rows of short and long contexts, and prompt lengths.
 _ROWS, _DEEP_ROWS, _PROMPTS = (1, 4, 8, 16, 64), (1, 8), (512, 1024)
-#: llama-batched-bench decodes so many tokens behind prompts of these lengths.
+#: llama-batched-bench decodes the first number of tokens after prompts of the other two lengths.
 _NEW, _SHORT, _DEEP = 64, 128, 8000
 _WARM_UP, _REPEATS = 3, 15
 _PROGRAMS = ("llama-bench", "llama-batched-bench", "llama-quantize")

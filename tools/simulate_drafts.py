@@ -10,7 +10,7 @@ accepts what the answer continues with. Small models go round in circles, which 
 easily, so an answer ends where eight of its tokens come a second time. The kind ``later chat`` is
 ``chat`` after 96 other chats. ``lookup`` is without earlier answers; ``oracle`` then sends no draft
 after the last right one: the most that better block sizes, and dropping wrong rows on their way,
-could bring. With ``--fixed 1,4,15`` there are also rows for so many drafts in each pass.
+could bring. With ``--fixed 1,4,15`` there are also rows for 1, 4 and 15 drafts in each pass.
 
 ``--candidates`` counts how often the best, the second and the next six candidates of lookup are
 right: what sibling rows of a token tree could bring.

@@ -99,7 +99,7 @@ def read_catalogue(language: str) -> Catalog:
 
 
 def update_catalogue(language: str) -> Catalog:
-    """The catalogue with the texts of today, translated as far as they were."""
+    """Return the catalogue of the current texts, with the translations that are known."""
     known = {_key(message.id): message.string for message in read_catalogue(language)}
     made = _PlainCatalog(locale=language, fuzzy=False, header_comment=_COMMENT)
     for text in sorted(collect_texts(), key=_key):

@@ -81,7 +81,7 @@ class ModelConfig(FamilyTraits):
 
     @property
     def first_layers(self) -> int:
-        """Layers that the first stage has at least: those after which rows of images are added."""
+        """Minimum number of layers of the first stage: those after which image rows are added."""
         return 1 if self.vision is None else max(1, len(self.vision.deepstack))
 
     @property

@@ -1,23 +1,24 @@
-"""The vision tower of a model that sees, and how its images become tokens: facts of all families.
+"""Describes a vision tower of any family, and how images become tokens.
 
 A tower turns patches of an image into rows; its connector merges neighbouring rows into cells and
-projects these to the decoder's width. A cell stands for one placeholder token of the prompt.
+projects these to the decoder's width. Each cell fills one placeholder token of the prompt.
 """
 
 from dataclasses import dataclass, field
 from typing import Literal
 
-#: Prefixes of all tensors of a tower and of a connector, whatever the checkpoint calls them.
+#: molink's prefixes of all tensors of a tower and of a connector.
 TOWER_PREFIX, CONNECTOR_PREFIX = "vision.", "vision_connector."
-#: Longest edge of an image in pixels, once it is resized.
+#: Maximum edge of a resized image, in pixels.
 MAX_SIDE = 8192
 
 VisionNorm = Literal["rms", "biased layer"]
 VisionActivation = Literal["silu", "gelu", "gelu_tanh"]
-#: How a cell is made of its rows: their mean, or their elements side by side, by row or by channel.
+#: How a cell's rows are merged: their mean, or their elements concatenated by row or by channel.
 Merging = Literal["mean", "by row", "by channel"]
-#: How an image is cut: resized to one square; into tiles and a small whole one; to whole cells, of
-#: which each line ends with a token, or none does.
+#: How an image is prepared. ``square``: resized to one square. ``tiles``: cut into tiles, plus a
+#: thumbnail. ``lines`` and ``cells``: resized to whole cells; with ``lines`` each line of cells
+#: ends with a token.
 ImageLayout = Literal["square", "tiles", "lines", "cells"]
 
 
@@ -32,11 +33,11 @@ class TowerNames:
     layers: str = "encoder.layers."
     attention_norm: str = "layer_norm1"
     attention: str = "self_attn"
-    #: Queries, keys and values; as many tensors or one.
+    #: Queries, keys and values: three tensors, or one merged tensor.
     heads: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
     output: str = "out_proj"
     mlp_norm: str = "layer_norm2"
-    #: Gate, if there is one, up and down.
+    #: Gate (if gated), up and down.
     mlp: tuple[str, ...] = ("mlp.fc1", "mlp.fc2")
 
 
@@ -52,7 +53,7 @@ class NormShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearShape:
-    """A projection ``[outputs, inputs]``; a ``transposed`` one is stored the other way round."""
+    """A projection ``[outputs, inputs]``; stored as ``[inputs, outputs]`` if ``transposed``."""
 
     name: str
     inputs: int
@@ -70,9 +71,9 @@ class LinearShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectorShape:
-    """From a tower's rows to rows of the decoder: cells of ``side * side`` rows, projected.
+    """A connector's shape. It merges cells of ``side * side`` tower rows and projects them.
 
-    Its tensors' names begin with ``prefix``.
+    The names of its tensors begin with ``prefix``.
     """
 
     side: int
@@ -83,7 +84,7 @@ class ConnectorShape:
     prefix: str = CONNECTOR_PREFIX
 
     def list_tensors(self, hidden_size: int) -> dict[str, tuple[int, ...]]:
-        """Its tensors with their shapes, for rows of ``hidden_size`` elements."""
+        """Return the connector's tensor shapes by name, for rows of ``hidden_size`` elements."""
         shapes: dict[str, tuple[int, ...]] = {}
         cell = hidden_size if self.merging == "mean" else hidden_size * self.side**2
         for norm, width in ((self.row_norm, hidden_size), (self.cell_norm, cell)):
@@ -98,11 +99,11 @@ class ConnectorShape:
 class ImageRules:
     """How images are prepared, and how a prompt shows them.
 
-    Pixels are divided by 255, less ``mean``, divided by ``std``, each by channel. ``size`` is the
-    side of a square or tile, or the longest edge of an image; ``longest`` that of an image before
-    it is cut into tiles, 0 for no tiles. ``resample`` is Pillow's number of a filter. A template
-    writes ``placeholder`` for an image; ``token`` stands for each of its rows, between ``opening``
-    and ``closing``. Each line but the last ends with ``line_end``. Images of ``cells`` have from
+    A pixel becomes ``(pixel / 255 - mean) / std``, by channel. ``size`` is the side of a square or
+    tile, or the longest edge of an image; ``longest`` is the longest edge before an image is cut
+    into tiles, 0 for no tiles. ``resample`` is Pillow's filter number. A template writes
+    ``placeholder`` for an image, which becomes ``opening``, one ``token`` per row, and ``closing``.
+    Each line but the last ends with ``line_end``. Images with layout ``cells`` have
     ``least_pixels`` to ``most_pixels``.
     """
 
@@ -123,17 +124,18 @@ class ImageRules:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisionConfig:
-    """A vision tower: its size, names and connector, and the rules of its images.
+    """A vision tower: its size, tensor names and connector, and the rules for its images.
 
-    ``position_side`` is the side of the table of learned positions, which is resized to the grid of
-    an image; ``rope_theta`` rotates queries and keys by a patch's line and column, with the same
-    frequencies or ``alternating`` ones. A ``gated`` MLP is ``act(gate) * up``. Patches attend to
-    those in the same ``window``, a square of so many, but in ``full_layers`` to all (0: in all
-    layers). The projection of patches has weights of ``frames``, which images repeat.
+    ``position_side`` is the side of the table of learned positions, which is resized to an image's
+    grid. With ``rope_theta``, queries and keys are rotated by a patch's row and column, with the
+    same frequencies for both, or ``alternating`` ones. A ``gated`` MLP is ``act(gate) * up``. A
+    patch attends to the patches of its window, a square of ``window * window`` patches, and in
+    ``full_layers`` to all patches (``window`` 0: in all layers). The patch projection has weights
+    for ``frames`` frames; an image is repeated for each of them.
 
-    With ``whole_images`` an image's rows in the decoder attend to all of the image. ``deepstack``
-    are layers of the tower with connectors: their rows are added to the image's rows after the
-    decoder's first layers, one for each (DeepStack, arXiv 2406.04334).
+    With ``whole_images``, an image's rows in the decoder attend to the whole image. ``deepstack``
+    lists tower layers with connectors: the connectors' rows are added to the image's rows after the
+    decoder's first layers, one connector per layer (DeepStack, arXiv 2406.04334).
     """
 
     layers: int
@@ -161,7 +163,7 @@ class VisionConfig:
 
     @property
     def connectors(self) -> tuple[ConnectorShape, ...]:
-        """All connectors: an image's row is as many of the decoder's rows, side by side."""
+        """All connectors. An encoded row concatenates one decoder row from each of them."""
         return self.connector, *(connector for _, connector in self.deepstack)
 
     @property
@@ -175,10 +177,10 @@ class VisionConfig:
         return self.patch_size * self.connector.side
 
     def count_rows(self, height: int, width: int) -> int:
-        """Rows of an image of that many pixels.
+        """Count the rows of an image of that many pixels.
 
         Raises:
-            ValueError: it has no whole cells, or isn't of the tower's only size.
+            ValueError: it doesn't consist of whole cells, or isn't of the tower's only size.
         """
         side, cell = self.rules.size, self.cell_pixels
         if self.rules.layout == "cells" and height * width > self.rules.most_pixels:
@@ -230,7 +232,7 @@ class VisionConfig:
         return shapes
 
     def layer_projections(self, layer: int) -> tuple[LinearShape, ...]:
-        """A layer's projections: queries, keys, values, output; gate if there is one, up, down."""
+        """List a layer's projections: queries, keys, values, output; gate (if gated), up, down."""
         names, width, inner = self.names, self.hidden_size, self.intermediate_size
         prefix = f"{names.layers}{layer}."
         each = 3 * width // len(names.heads)

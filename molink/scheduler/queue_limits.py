@@ -1,4 +1,4 @@
-"""Limits of the queue: which requests may queue, and how long they will wait."""
+"""Limits of the queue: decides which requests may queue, and estimates how long they wait."""
 
 import math
 from collections import Counter
@@ -16,7 +16,7 @@ RETRY_MIN, RETRY_MAX = 1.0, 60.0
 
 
 class QueueLimits:
-    """Rejects requests that can never run, and requests that the queue has no room for."""
+    """Rejects requests that can never run, and requests for which the queue has no room."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
@@ -34,21 +34,21 @@ class QueueLimits:
     def is_full(self, waiting: int, running: int) -> bool:
         """Whether the queue is full, given the numbers of waiting and running requests."""
         config = self._config
-        # Requests that only wait for the next micro-batch do not count against the queue.
+        # Requests that wait only for the next micro-batch do not count towards the queue.
         return waiting >= config.max_queue_len + max(0, config.max_num_seqs - running)
 
     @staticmethod
     def choose_displaced(
         new: RequestState, waiting: Iterable[RequestState], now: float
     ) -> RequestState | None:
-        """The waiting request that a new one replaces in a full queue, if any.
+        """Choose the waiting request that a new one replaces in a full queue, if any.
 
-        In this order: a request whose client has abandoned it; a request of the peer that holds
-        most queue slots, if it holds at least two more than the new request's peer; a request of
-        the same peer's client that holds at least two more than the new request's client. Of the
-        chosen client's requests, the last in queue order goes; preempted ones, whose answers have
-        begun, are first in it. Peers, and the clients of each peer, thus converge to equal shares
-        of the queue.
+        Candidates are, in this order: a request whose client has abandoned it; a request of the
+        peer with the most queue slots, if it holds at least two more than the new request's peer; a
+        request of the same peer's client that holds at least two more than the new request's
+        client. Of the chosen client's requests, the last in queue order is replaced; preempted
+        requests, whose answers have begun, come first in that order. Peers, and the clients of each
+        peer, thus converge to equal shares of the queue.
         """
         requests, peer = list(waiting), new.peer
         abandoned = next((state for state in requests if state.is_abandoned(now)), None)
@@ -65,7 +65,7 @@ class QueueLimits:
         return max(requests, key=lambda state: state.queue_key)
 
     def overloaded_error(self, waiting: int, running: int, wait: float | None) -> Overloaded:
-        """The error for a request that finds the queue full; ``wait`` is an estimate (s)."""
+        """Create the error for a full queue; ``wait`` is an estimate in seconds."""
         return Overloaded(
             f"{running} requests are running and {waiting} waiting; try again later",
             _retry_after(wait),
@@ -76,11 +76,11 @@ class QueueLimits:
         return state.max_queue_s or self._config.max_queue_s or math.inf
 
     def has_wait_bound(self, state: RequestState) -> bool:
-        """Whether the request can expire while it waits."""
+        """Whether the request can expire while waiting."""
         return bool(state.deadline_s) or self.max_queue_s(state) < math.inf
 
     def check_wait(self, state: RequestState, wait: float | None) -> None:
-        """Check a new request against its estimated wait, in seconds; ``None`` is unknown.
+        """Check a new request against its estimated wait in seconds; ``None`` means unknown.
 
         Raises:
             Overloaded: the wait exceeds the request's limit, or its first token would miss the
@@ -104,7 +104,7 @@ class QueueLimits:
         return hopeless or now - state.arrived_at >= self.max_queue_s(state)
 
     def late_error(self, state: RequestState, wait: float | None, now: float) -> Overloaded:
-        """The error for an expired request; ``wait`` seconds is what a new one would wait."""
+        """Create the error for an expired request; a new one would wait ``wait`` seconds."""
         most = self.max_queue_s(state)
         if now - state.arrived_at < most:
             return Overloaded(
@@ -118,7 +118,7 @@ class QueueLimits:
         )
 
     def _check_deadline(self, state: RequestState, wait: float | None) -> None:
-        """A resubmitted request passes: part of its answer exists already."""
+        """Check that the deadline can be met; resubmitted requests have begun and pass."""
         most = state.deadline_s
         if not most or state.is_resubmitted:
             return
@@ -169,18 +169,18 @@ class QueueLimits:
 
 
 def _retry_after(seconds: float | None) -> float:
-    """Whole seconds within bounds; the minimum if the wait is unknown."""
+    """Round to whole seconds within bounds; the minimum if the wait is unknown."""
     return float(min(RETRY_MAX, max(RETRY_MIN, math.ceil(seconds or 0.0))))
 
 
-#: Time constant (s) of the rate's exponential decay, and seconds before a rate is known.
+#: Time constant in seconds of the rate's exponential decay, and seconds before a rate is known.
 MEMORY_S, LEAST_S = 30.0, 0.5
 #: Weight of the latest answer's length.
 _SMOOTHING = 0.1
 
 
 class ServingRate:
-    """A rate per second, measured while there is work."""
+    """A rate per second, measured only while there is work."""
 
     def __init__(self) -> None:
         self._count = self._seconds = 0.0
@@ -188,7 +188,7 @@ class ServingRate:
         self._at, self._total, self._busy = 0.0, 0, False
 
     def observe_total(self, total: int, now: float, *, busy: bool) -> None:
-        """Record ``total`` events so far; ``busy`` is whether work remains."""
+        """Record the ``total`` of events; ``busy`` says whether work remains."""
         if self._busy and now > self._at:
             kept = math.exp((self._at - now) / MEMORY_S)
             self._count *= kept
@@ -228,7 +228,7 @@ class WaitEstimator:
         self._answer_length.add_sample(state.num_generated)
 
     def estimate_next_slot(self) -> float | None:
-        """Seconds until a running request should finish, if the rate is known."""
+        """Estimate the seconds until a running request finishes, if the rate is known."""
         rate = self._token_rate.rate
         if rate is None:
             return None
@@ -236,7 +236,7 @@ class WaitEstimator:
         return min(map(self._remaining_tokens, requests), default=0.0) * len(requests) / rate
 
     def estimate_wait(self, state: RequestState) -> float | None:
-        """Seconds until a new request should be admitted, if known."""
+        """Estimate the seconds until a new request is admitted, if known."""
         queues = self._queues
         if not queues.num_waiting and queues.num_running < self._config.max_num_seqs:
             return 0.0
@@ -256,10 +256,11 @@ class WaitEstimator:
             yield state, W_INPUT * prompt + W_OUTPUT * self._remaining_tokens(state)
 
     def _remaining_tokens(self, state: RequestState) -> float:
-        """Expected tokens that a request has left."""
+        """Return the expected number of tokens that a request still generates."""
         mean = self._answer_length.value
         if mean is None:
             return state.max_remaining
-        # A request beyond the mean length is expected to generate that many tokens more.
+        # A request beyond the mean length is expected to generate the mean number of further
+        # tokens.
         left = mean - state.num_generated
         return min(state.max_remaining, left if left >= 1 else mean)

@@ -15,15 +15,15 @@ from molink.wire.messages.serving import OutputToken, Rejected, Request
 
 #: Seconds without credit after which a stalled request may be preempted or displaced.
 ABANDONED_AFTER_S = 30.0
-#: Assumed deadline (s) for the first token of a request without one, which bounds how many later
-#: requests may precede it.
+#: Assumed deadline in seconds for the first token of a request without a deadline, which bounds how
+#: many later requests may precede it.
 DEFAULT_START_S = 60.0
-#: Minimum timeout (s) that a resubmission keeps; the endpoint enforces the actual one.
+#: Minimum timeout in seconds that a resubmission keeps; the endpoint enforces the actual one.
 MIN_TIMEOUT_S = 1e-3
 
-#: ``waiting`` holds no blocks, but possibly a host copy; ``prefill`` has prompt rows to issue;
-#: ``decode`` has issued them all, and has a row in flight or a token to decode from; ``gone`` has
-#: ended.
+#: ``waiting`` requests hold no blocks, but possibly a host copy; ``prefill`` requests have prompt
+#: rows to issue; ``decode`` requests have issued them all, and have a row in flight or a token to
+#: decode from; ``gone`` requests have ended.
 RequestPhase = Literal["waiting", "prefill", "decode", "gone"]
 
 
@@ -35,12 +35,12 @@ class RequestState:
     keeps only the tokens.
     """
 
-    #: What the client asked for.
+    #: The client's request.
     request: Request
     #: The peer whose endpoint serves the client, and its id of this submission.
     peer: str
     key: str
-    #: Prompt and answer so far; those from ``num_submitted`` on were emitted here.
+    #: Tokens of prompt and answer; those from ``num_submitted`` on were emitted by this scheduler.
     tokens: list[int]
     num_submitted: int
     #: The client has taken all tokens below this position.
@@ -53,13 +53,13 @@ class RequestState:
     deadline_s: float = 0.0
     #: Number of the request's adapter among the model's; 0 for none.
     adapter: int = 0
-    #: Where the images of its prompt lie, and their rows, which only stage 0 understands.
+    #: Spans of the prompt's images, and their rows, which only stage 0 interprets.
     image_spans: tuple[ImageSpan, ...] = ()
     image_rows: object = None
     #: When it arrived at this scheduler, and when its first token did.
     arrived_at: float = 0.0
     first_token_at: float = 0.0
-    #: Latest admission for a token before the deadline, or for :data:`DEFAULT_START_S` without one.
+    #: Latest time of admission that meets the deadline, or :data:`DEFAULT_START_S` without one.
     start_by: float = 0.0
     #: When it last stalled.
     stalled_at: float = 0.0
@@ -72,9 +72,9 @@ class RequestState:
     #: Its KV in host memory after a preemption.
     host_copy: HostCopy | None = None
     drafter: RequestDrafter | None = None
-    #: Whether all returned rows were computed, so that others may share their KV.
+    #: Whether all returned rows were computed, so that other requests may share their KV.
     has_valid_kv: bool = True
-    #: The request id that stages use; meaningless while waiting.
+    #: The request id that stages use; undefined while waiting.
     id: int = -1
     #: Tokens whose rows have been issued; a decoding request's last token is issued later. Drafts
     #: don't count: rows of wrong ones are overwritten.
@@ -84,30 +84,30 @@ class RequestState:
     state_slot: int = -1
     #: Slot of the snapshot that its first rows continue, until they are back; -1 if none.
     snapshot: int = -1
-    #: Tokens after which its state is copied to a snapshot, 0 if it isn't; and the snapshot's slot,
-    #: from the issue of the last of these rows until it is in the prefix cache, else -1.
+    #: Number of tokens after which its state is copied to a snapshot (0: no copy). The snapshot's
+    #: slot, from the issue of the last of these rows until it is in the prefix cache; otherwise -1.
     snapshot_end: int = 0
     kept_slot: int = -1
-    #: Blocks that the stages know of.
+    #: Number of blocks that the stages know.
     num_announced: int = 0
     #: Latest ``seq`` that admits it or has rows of it.
     last_seq: int = 0
     #: Volumes in flight with rows of it, and the first position in each.
     in_flight: dict[int, int] = field(default_factory=dict)
-    #: Those that may bring tokens, in order; the others follow wrong drafts.
+    #: Those of them that may return tokens, in order; the others follow wrong drafts.
     awaited_seqs: list[int] = field(default_factory=list)
     #: Drafts in awaited rows, in order, which are assumed to follow ``tokens``.
     draft_path: list[int] = field(default_factory=list)
-    #: Tokens found in the prefix cache; its first row is the next one.
+    #: Number of tokens found in the prefix cache; its first row is the next one.
     num_reused: int = 0
-    #: Block that the first rows copy from until they are back; -1 if none.
+    #: Block from which the first rows copy, until they are back; -1 if none.
     copy_source: int = -1
     #: Node of the prefix tree at the end of the first ``tree_depth`` of ``blocks``.
     tree_node: int = ROOT
     tree_depth: int = 0
     #: Whether this admission's computed blocks have been inserted into the prefix tree.
     has_cached_blocks: bool = False
-    #: Tokens that it had at this admission.
+    #: Number of tokens at this admission.
     num_admitted: int = 0
 
     @classmethod
@@ -148,7 +148,7 @@ class RequestState:
         )
 
     def set_arrival(self, now: float, cached: int = 0, costs: RequestCosts | None = None) -> None:
-        """Start the clocks; ``cached`` tokens need no prefill, the others cost ``costs``."""
+        """Start the clocks; ``cached`` tokens need no prefill, the others cost by ``costs``."""
         self.arrived_at = now
         self.start_by = now + (self.deadline_s or DEFAULT_START_S)
         self.num_uncached = len(self.tokens) - cached
@@ -166,12 +166,12 @@ class RequestState:
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens of the answer, those of earlier epochs included."""
+        """Number of the answer's tokens, including those of earlier epochs."""
         return len(self.tokens) - self.num_prompt_tokens
 
     @property
     def max_remaining(self) -> int:
-        """Tokens that may still be generated."""
+        """Number of tokens that may still be generated."""
         return self.request.max_tokens - self.num_output_tokens
 
     @property
@@ -181,18 +181,17 @@ class RequestState:
 
     @property
     def queue_key(self) -> tuple[int, float]:
-        """Orders the waiting requests of one client: by priority, preempted ones first, then by
-        slack."""
+        """Sort key of a client's waiting requests: priority, preempted first, then slack."""
         return self.request.priority, -math.inf if self.num_admissions else self.start_by
 
     @property
     def num_generated(self) -> int:
-        """Tokens sampled by this scheduler."""
+        """Number of tokens sampled by this scheduler."""
         return len(self.tokens) - self.num_submitted
 
     @property
     def num_since_admission(self) -> int:
-        """Tokens sampled since the latest admission, which a preemption does not lose."""
+        """Number of tokens sampled since the latest admission."""
         return len(self.tokens) - self.num_admitted
 
     @property
@@ -201,7 +200,7 @@ class RequestState:
         return len(self.tokens) - self.num_credited >= self.credit_window
 
     def is_abandoned(self, now: float) -> bool:
-        """Whether it has been stalled for so long that it may be preempted or displaced."""
+        """Whether it has been stalled so long that it may be preempted or displaced."""
         return self.is_stalled and now - self.stalled_at >= ABANDONED_AFTER_S
 
     @property
@@ -211,12 +210,12 @@ class RequestState:
 
     @property
     def num_computed(self) -> int:
-        """Tokens whose KV is complete at every stage: their rows are back."""
+        """Number of tokens whose KV is complete at every stage, since their rows are back."""
         return min((self.num_issued, *self.in_flight.values()))
 
     @property
     def is_fresh(self) -> bool:
-        """Whether none of its rows has been run since its admission."""
+        """Whether none of its rows has run since its admission."""
         return self.num_issued == self.num_reused
 
     @property
@@ -227,9 +226,10 @@ class RequestState:
     def start_admission(
         self, request_id: int, blocks: list[int], found: PrefixMatch, restored: int = 0
     ) -> None:
-        """Start an admission with blocks for all tokens, the first ``found`` in the prefix cache.
+        """Start an admission with blocks for all tokens.
 
-        The next ``restored`` blocks come from the host copy.
+        The first ``found`` blocks come from the prefix cache, the next ``restored`` ones from the
+        host copy.
         """
         self.phase, self.id, self.blocks = "prefill", request_id, blocks
         self.num_admissions += 1
@@ -256,7 +256,7 @@ class RequestState:
 
 @dataclass(frozen=True, slots=True)
 class Emission:
-    """A message for the endpoint of ``peer``; ``pooled`` is the row of an embedding (f32)."""
+    """A message for the endpoint of ``peer``; ``pooled`` is an embedding's row (f32)."""
 
     peer: str
     message: OutputToken | Rejected
@@ -265,7 +265,7 @@ class Emission:
 
 @dataclass(frozen=True, slots=True)
 class PendingRelease:
-    """An ended admission whose release is not issued yet: a copy of its request's last state.
+    """An ended admission whose release was not issued yet, with a copy of the request's last state.
 
     ``counter`` counts the iterations until a cancelled request's blocks are back.
     """

@@ -50,7 +50,7 @@ class ExhaustiveSearch:
         #: Step times of each host by layers, for each position in the ring; infinite: no room.
         self._steps = [{end: self._step_times(host, *end) for end in ends} for host in hosts]
         middle = np.array([steps[False, False] for steps in self._steps])
-        #: Least seconds of so many layers on any stages: that many times the fastest layer.
+        #: Minimum remaining seconds by layers so far: the remaining layers times the fastest one.
         gains = np.diff(np.where(np.isinf(middle), np.nan, middle), axis=1)[:, 1:]
         fastest = 0.0 if not gains.size or np.isnan(gains).all() else float(np.nanmin(gains))
         self._rest = np.arange(layers, -1, -1) * fastest

@@ -32,7 +32,7 @@ _FOLDER = Path(__file__).resolve().parent
 _REGIONS = _FOLDER.parents[1] / "configs" / "links" / "regions"
 #: Round trips until two PCs are connected: TCP, and the handshake of an encrypted ZeroMQ socket.
 CONNECT_ROUND_TRIPS = 5
-#: Requests per second of each pipeline in the simulation, for so many seconds.
+#: Requests per second of each pipeline in the simulation, and the simulation's seconds.
 _RATE, _DURATION_S = 0.02, 400.0
 
 #: How two PCs connect.

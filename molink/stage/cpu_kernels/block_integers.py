@@ -79,7 +79,7 @@ class IntegerBlockMatMul:
 
     @property
     def max_segment_rows(self) -> int:
-        """See :class:`~molink.stage.cpu_kernels.block_matmul.BlockMatMul`; there is no limit."""
+        """As in :class:`~molink.stage.cpu_kernels.block_matmul.BlockMatMul`, but unlimited."""
         return sys.maxsize
 
     def __call__(self, weight: Tensor, rows: Tensor, bias: Tensor) -> Tensor:
@@ -110,7 +110,7 @@ class IntegerBlockMatMul:
         return result
 
     def _quantize_rows(self, rows: Tensor) -> tuple[int, int, Tensor]:
-        """Addresses of the rows' codes and numbers, and the memory that has them."""
+        """Quantize rows; return the addresses of codes and numbers, and the memory of both."""
         rows = rows.contiguous()
         size = rows.numel()
         groups = size // self.form.group

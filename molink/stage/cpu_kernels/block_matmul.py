@@ -7,10 +7,10 @@ A weight ``[columns, depth]`` is stored in read order (see :mod:`molink.gguf.blo
     per group:                     scale [C], minimum [C] or shift [C]?, words of codes [words, C]
 
 Group numbers are bytes with nested scales, else 16 or 32 bits. Memory is read in one or two
-sequential streams, which the prefetcher follows; with block numbers before each block's groups,
-nested formats were read at half the rate. Codes are integers that bf16 holds exactly, or stand for
-values of a codebook, which bf16 may round. Products are summed in float32 over a group, then
-scaled. Minimum or shift are multiplied by the sum of the row's values, which also removes a
+sequential streams, which the prefetcher can follow. With block numbers before each block's groups,
+nested formats would be read at half the rate. Codes are integers that bf16 holds exactly, or
+indices into a codebook, whose values bf16 may round. Products are summed in float32 over a group,
+then scaled. Minimum or shift are multiplied by the sum of the row's values, which also corrects a
 decoder's excess.
 
 Groups are prefetched from far ahead: the CPU's own prefetcher reads at two thirds of that rate.
@@ -47,7 +47,7 @@ from molink.stage.cpu_kernels.segments import Segments, WeightTable
 
 #: Prefetch distance in weights, and bytes of a cache line.
 _PREFETCH_BYTES, _LINE_BYTES = 6144, 64
-#: Rows multiplied at once; decoding needs registers besides their sums.
+#: Rows multiplied at once; decoding also needs registers besides the sums.
 _TILES = (6, 4, 2, 1)
 #: Rows from which dequantizing once into a panel is faster: float32 rows, bf16 rows, and bf16 rows
 #: with 8-bit codes.
@@ -99,7 +99,7 @@ class BlockMatMul:
 
     @property
     def max_segment_rows(self) -> int:
-        """Rows of a segment up to which :meth:`multiply_segments` is fast."""
+        """Maximum rows of a segment for which :meth:`multiply_segments` is fast."""
         return self.unpack_min_rows - 1
 
     def __call__(self, weight: Tensor, rows: Tensor, bias: Tensor) -> Tensor:
@@ -138,7 +138,7 @@ class BlockMatMul:
         return result
 
     def _sum_groups(self, rows: Tensor) -> Tensor:
-        """Sums of the rows' groups, where the format needs them."""
+        """Compute the sums of the rows' groups if the format needs them."""
         if not self._needs_sums:
             return rows
         sums = rows.new_empty(rows.numel() // self.form.group, dtype=torch.float32)
@@ -215,11 +215,12 @@ class BlockProduct:
         builder.ret_void()
 
     def emit_segments(self, module: ir.Module) -> ir.Function:
-        """``segments(addresses, weights, counts, rows, sums, result, …)``; see :class:`Segments`.
+        """Emit ``segments(addresses, weights, counts, rows, sums, result, …)``.
 
-        The rest is ``parts, blocks, count, advances, begin, end, thread``: it multiplies ``count``
-        segments by parts ``begin … end - 1`` of their weights, so threads share each of them.
-        ``advances`` is 0 if segments share rows.
+        The first arguments are as in :class:`WeightTable` and :class:`Segments`. The others are
+        ``parts, blocks, count, advances, begin, end, thread``. The function multiplies ``count``
+        segments by parts ``begin … end - 1`` of their weights, so that threads share the work on
+        each segment. ``advances`` is 0 if segments share rows, otherwise 1.
         """
         segments, builder = begin_function(module, "segments", pointers=6, numbers=7)
         addresses, weights, counts, rows, sums, result, *numbers = segments.args

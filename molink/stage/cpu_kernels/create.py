@@ -266,7 +266,7 @@ def _is_norm_correct(rowwise: "RowwiseKernels", eps: float) -> bool:
 
 
 def _is_head_norm_correct(rowwise: "RowwiseKernels", eps: float) -> bool:
-    """Whether norms of the first heads equal torch's, and other heads are left alone."""
+    """Whether norms of the first heads equal torch's and other heads are not changed."""
     heads = torch.linspace(-2, 3, 3 * 4 * 32).view(3, 4, 32).to(rowwise.dtype)
     weight = torch.linspace(0.5, 2.0, 3 * 32).view(3, 32)
     exact = heads.float()

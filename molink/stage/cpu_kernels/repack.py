@@ -208,7 +208,7 @@ def _unpack_codes(form: BlockFormat, words: Tensor) -> Tensor:
 
 @cache
 def _locate_codes(form: BlockFormat) -> tuple[tuple[Tensor, ...], ...]:
-    """Where parts of all pairs of codes are: words ``[pairs]``, and bits ``[pairs, 1]``.
+    """Locate the parts of all pairs of codes: words ``[pairs]`` and bits ``[pairs, 1]``.
 
     Bits are shifts from the source, masks, and shifts to the target.
     """

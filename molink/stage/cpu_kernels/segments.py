@@ -1,4 +1,4 @@
-"""Rows and the weights that multiply them, of a product with several weights; without LLVM."""
+"""Assigns rows to weights for a product with several weights. Does not import LLVM."""
 
 from dataclasses import dataclass
 
@@ -7,9 +7,9 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class WeightTable:
-    """Weights of one ``shape`` (uint8 ``[columns / C, bytes]``).
+    """Weights of the same ``shape`` (uint8 ``[columns / C, bytes]``).
 
-    ``addresses`` (int64 ``[N, 2]``) are those of the weights and their biases.
+    ``addresses`` (int64 ``[N, 2]``) has the addresses of each weight and its bias.
     """
 
     addresses: Tensor
@@ -18,10 +18,11 @@ class WeightTable:
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """Which weights multiply which rows.
+    """Assigns segments of rows to weights.
 
-    ``counts`` (int64 ``[S]``) of ``pairs`` rows in total belong to weight ``weights`` (int64
-    ``[S]``): one segment after the other, or with ``shares_rows`` the first ones to each.
+    Segment ``s`` multiplies ``counts[s]`` rows by weight ``weights[s]`` (both int64 ``[S]``); the
+    counts add up to ``pairs``. Segments are consecutive rows, or with ``shares_rows`` they all
+    begin at row 0.
     """
 
     weights: Tensor

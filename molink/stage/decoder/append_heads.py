@@ -34,7 +34,8 @@ class AppendHeads(Protocol):
 class SeparateAppend:
     """Separate operators, which work in place.
 
-    ``norm_heads`` norms each head by a weight of its own (``[n, head_dim]``) faster than torch.
+    ``norm_heads`` is a faster norm than torch's with a separate weight per head (``[n,
+    head_dim]``).
     """
 
     rotate: Rotate

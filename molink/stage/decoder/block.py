@@ -60,10 +60,10 @@ from molink.stage.weights.weight_reader import WeightReader
 
 @dataclass(frozen=True, slots=True)
 class DecoderBlock:
-    """Weights of one layer. ``scale`` multiplies outputs of mixer and MLP, ``layer_scale`` what the
-    layer returns.
+    """Weights of one layer.
 
-    Without an ``mlp``, only ``input_norm`` and ``post_mlp_norm`` surround the mixer.
+    ``scale`` multiplies the outputs of mixer and MLP, ``layer_scale`` the layer's output. Without
+    an ``mlp``, only ``input_norm`` and ``post_mlp_norm`` surround the mixer.
     """
 
     scale: float
@@ -83,7 +83,7 @@ class DecoderBlock:
 
     @property
     def split_experts(self) -> SplitExpertMlp | None:
-        """Its experts, if some are in host memory."""
+        """The layer's experts, if some are in host memory."""
         mixer, mlp = self.mixer, self.mlp
         found = mixer.mlp if isinstance(mixer, ParallelMlp) else mlp
         routed = found.routed if isinstance(found, SharedExpertMlp | PairedMlp) else found
@@ -99,9 +99,9 @@ class DecoderBlock:
 
 @dataclass(frozen=True, slots=True)
 class AddedRows:
-    """What is added to the step's rows ``indices`` (int64 ``[n]``) after each of the first layers.
+    """Rows to add to the step's rows ``indices`` (int64 ``[n]``) after each of the first layers.
 
-    Rows ``[n, hidden]`` for each of these.
+    ``layers`` has rows ``[n, hidden]`` for each of these layers.
     """
 
     indices: Tensor
@@ -110,10 +110,10 @@ class AddedRows:
 
 @dataclass(frozen=True, slots=True)
 class HostExperts:
-    """Experts of each layer that lie in host memory: how many, and how they are loaded.
+    """How many experts per layer lie in host memory, and how they are loaded.
 
-    ``sources`` are the device's and the host's, for experts that change places later; ``None`` if
-    both keep experts in the same form.
+    ``sources`` reload experts that later move to the device or to the host; ``None`` if both keep
+    experts in the same form.
     """
 
     count: int
@@ -130,8 +130,8 @@ def run_blocks(
 ) -> Tensor:
     """Run rows ``[T, hidden]`` through layers; call ``between_layers`` after each but the last.
 
-    A sum and the norm that follows, the next layer's too, are one operator. Each tensor takes its
-    predecessor's name, so that none outlives its use.
+    Each residual addition and the norm after it, even the next layer's, are one operator. Variables
+    are reused so that no tensor outlives its use.
     """
     normed = blocks[0].input_norm(rows)
     next_norms = (*(block.input_norm for block in blocks[1:]), IdentityNorm(rows.dtype))
@@ -158,9 +158,9 @@ def _finish_block(
     next_norm: Norm,
     extra: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Add a layer's last ``result`` to rows; returns them, and them normed.
+    """Add a layer's last ``result`` to the rows; return the rows before and after the next norm.
 
-    ``extra`` are indices of some rows, and what is added to these.
+    ``extra`` has the indices of some rows and the rows to add to these.
     """
     if block.layer_scale == 1.0 and extra is None:
         return block.add_residual(rows, result, block.scale, block.post_mlp_norm, next_norm)
@@ -211,7 +211,7 @@ def _load_parts(
     index: int,
     host: HostExperts | None,
 ) -> tuple[Mixer, Mlp | None]:
-    """Load a layer's mixer and MLP; the mixer contains a parallel MLP, or one by itself."""
+    """Load a layer's mixer and MLP; an MLP that is parallel or alone is part of the mixer."""
     prefix, mixer = config.layer_prefix(layer), None
     if layer not in (config.mlp_layers or ()):
         mixer = _load_mixer(reader, config, operators, layer, index)
@@ -226,7 +226,7 @@ def _load_parts(
 def load_norm(
     reader: WeightReader, config: ModelConfig, operators: RowOperators, name: str
 ) -> Norm:
-    """Load the norm of rows whose tensors begin with ``name``."""
+    """Load the norm whose tensor names begin with ``name``."""
     weight = reader.read_tensors(f"{name}.weight")
     if config.norm_kind == "rms":
         return operators.norm(weight)
@@ -312,14 +312,17 @@ def _load_mlp(
 
 
 def _mlp_input_dtype(reader: WeightReader, config: ModelConfig, layer: int) -> torch.dtype:
-    """Type of rows that an MLP reads without a norm before it; norms of its own read all."""
+    """Return the type of rows that an MLP without a norm before it reads.
+
+    An MLP that starts with its own norms reads the residual's type.
+    """
     experts = config.layer_experts(layer)
     is_paired = experts is not None and experts.is_paired
     return residual_dtype(reader.dtype) if is_paired else reader.dtype
 
 
 def _pair_mlps(loader: "_MlpLoader", experts: ExpertsConfig, routed: Mlp) -> PairedMlp:
-    """Load an MLP beside experts; the router has the norm before these."""
+    """Load an MLP in parallel to experts; the router contains the norm before the experts."""
     before, after, _, routed_after = (loader.load_norm(name) for name in PAIRED_NORMS)
     shared = loader.load_gated(*experts.shared_projections, False)
     return PairedMlp(before, shared, after, routed, routed_after)
@@ -328,7 +331,7 @@ def _pair_mlps(loader: "_MlpLoader", experts: ExpertsConfig, routed: Mlp) -> Pai
 def _load_split(
     loader: "_MlpLoader", experts: ExpertsConfig, router: ExpertRouter, host: HostExperts
 ) -> SplitExpertMlp:
-    """Load a layer's experts, the last ones to host memory."""
+    """Load a layer's experts, the last ones into host memory."""
     resident = experts.num_experts - host.count
     beside = replace(loader, reader=host.weights.reader, operators=host.weights.operators)
     is_bounded = loader.bounded_gate(experts.has_bias) is not None
@@ -354,7 +357,7 @@ class _MlpLoader:
     prefix: str
 
     def load_norm(self, name: str) -> Norm:
-        """Load a norm of rows."""
+        """Load a norm."""
         return load_norm(self.reader, self.config, self.operators, self.prefix + name)
 
     def load_gated(self, names: Sequence[str], down: str, biased: bool) -> GatedMlp:
@@ -367,7 +370,7 @@ class _MlpLoader:
         )
 
     def bounded_gate(self, biased: bool) -> BoundedGate | None:
-        """The gate that keeps rows within float16, where it is needed."""
+        """Return the gate that keeps rows within float16's range, if it is needed."""
         scales = self.reader.dtype == torch.float16 and self.config.dtype != "f16"
         return self.operators.bounded_gate if scales and not biased else None
 
@@ -384,7 +387,7 @@ class _MlpLoader:
     def make_reload(
         self, experts: ExpertsConfig, near: WeightSource, far: WeightSource
     ) -> ReloadExperts:
-        """A function that loads an expert for the device, and another one for host memory."""
+        """Return a function that loads one expert for the device and another for host memory."""
         config, prefix = self.config, self.prefix
 
         def reload(moved: int, expelled: int) -> tuple[ExpertList | GroupedExperts, Mlp]:

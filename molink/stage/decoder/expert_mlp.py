@@ -1,8 +1,8 @@
-"""Experts that a router chooses, where they aren't multiplied by a GPU's kernels.
+"""Experts that a router chooses, for devices and formats without grouped GPU kernels.
 
-Rows are sorted by expert, so that each chosen expert multiplies all its rows at once. Sums have a
-fixed order, never atomic additions, so a row's result doesn't depend on other rows in the batch, up
-to rounding in the projections.
+Rows are sorted by expert, so that each chosen expert processes all its rows at once. Sums have a
+fixed order without atomic additions. Apart from rounding in the projections, a row's result
+therefore doesn't depend on other rows of the batch.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from molink.stage.linear import BlockExperts
 
 @dataclass(frozen=True, slots=True)
 class BlockExpertGroup:
-    """Experts with quantized weights of one format, which a CPU multiplies all at once."""
+    """Experts with quantized weights of one format; a CPU runs all of them in one call."""
 
     gate_up: BlockExperts
     down: BlockExperts
@@ -29,7 +29,7 @@ class BlockExpertGroup:
 
     @classmethod
     def from_experts(cls, experts: Sequence[Mlp]) -> "BlockExpertGroup | None":
-        """Combine experts, if they are such ones."""
+        """Combine experts; return ``None`` if they are not of one quantized format."""
         found = [one for one in experts if isinstance(one, GatedMlp) and one.bounded_gate is None]
         if len(found) < len(experts):
             return None
@@ -38,7 +38,7 @@ class BlockExpertGroup:
         return None if gate_up is None or down is None else cls(gate_up, down, found[0].gate)
 
     def run_segments(self, rows: Tensor, segments: Segments) -> Tensor:
-        """Run each segment of rows ``[T, hidden]`` through its expert; returns ``[P, hidden]``."""
+        """Run each segment of rows ``[T, hidden]`` through its expert; return ``[P, hidden]``."""
         gated = self.gate(self.gate_up(rows, segments))
         return self.down(gated, replace(segments, shares_rows=False))
 
@@ -50,7 +50,7 @@ class BlockExpertGroup:
 
 @dataclass(slots=True)
 class ExpertList:
-    """Experts that run one after the other, or all at once where a CPU can."""
+    """Experts that run one after another, or in one call if a CPU kernel supports their format."""
 
     experts: list[Mlp]
     _blocks: BlockExpertGroup | None = field(init=False)
@@ -64,7 +64,7 @@ class ExpertList:
 
     @property
     def runs_at_once(self) -> bool:
-        """Whether a call multiplies by the weights of several experts."""
+        """Whether one call runs several experts."""
         return self._blocks is not None
 
     def run_row(self, row: Tensor, chosen: Tensor) -> Tensor:
@@ -78,9 +78,9 @@ class ExpertList:
         return self._blocks.run_segments(row, segments)
 
     def multiply(self, rows: Tensor, sources: Tensor, counts: Sequence[int]) -> Tensor:
-        """Run ``rows[sources]``, sorted by expert, of which the first ``counts[0]`` are expert 0's.
+        """Run ``rows[sources]``, sorted by expert; the first ``counts[0]`` belong to expert 0.
 
-        ``rows`` ``[T, hidden]`` and ``sources`` (int64 ``[P]``) are on the device; returns ``[P,
+        ``rows`` ``[T, hidden]`` and ``sources`` (int64 ``[P]``) are on the device. Returns ``[P,
         hidden]``.
         """
         if self._blocks is not None and max(counts) <= self._blocks.max_segment_rows:
@@ -97,12 +97,12 @@ class ExpertList:
         return torch.cat(results)
 
     def put_expert(self, slot: int, group: object) -> None:
-        """Replace an expert by the only one of ``group``."""
+        """Replace the expert at ``slot`` by the only one of ``group``."""
         assert isinstance(group, ExpertList), "experts of a device have one form"
         self.replace_expert(slot, *group.experts)
 
     def replace_expert(self, slot: int, expert: Mlp) -> None:
-        """Replace an expert."""
+        """Replace the expert at ``slot``."""
         self.experts[slot] = expert
         self._blocks = BlockExpertGroup.from_experts(self.experts)
 
@@ -112,15 +112,15 @@ class ExpertList:
 
 
 def add_weighted(products: Tensor, weights: Tensor) -> Tensor:
-    """Add ``products [T * top_k, n]`` of each row, times ``weights [T, top_k]``, in place."""
+    """Sum each row's ``products [T * top_k, n]`` times ``weights [T, top_k]``, in place."""
     return products.view(*weights.shape, -1).mul_(weights.unsqueeze(-1)).sum(1)
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertMlp:
-    """Experts that a router chooses and weighs.
+    """Experts that a router chooses and weights.
 
-    Of the formats and devices that :mod:`molink.stage.decoder.grouped_experts` lacks.
+    For formats and devices that :mod:`molink.stage.decoder.grouped_experts` does not support.
     """
 
     #: Each forward reads the chosen experts back from the device.
@@ -132,14 +132,14 @@ class ExpertMlp:
     def __call__(self, rows: Tensor) -> Tensor:
         weights, experts = self.router.choose(rows)
         rows, weights = self.router.scale_rows(rows, weights.to(rows.dtype))
-        # The only wait for the device: the host runs the chosen experts.
+        # The only wait for the device: the host must know the chosen experts to launch them.
         (chosen,) = download_tensors([experts])
         if len(rows) == 1:
             return add_weighted(self.group.run_row(rows, chosen[0]), weights)
         return self._run_experts(rows, weights, chosen.flatten())
 
     def _run_experts(self, rows: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
-        """``weights`` are ``[T, top_k]``, ``experts`` ``[T * top_k]`` on the host."""
+        """Run experts; ``weights`` is ``[T, top_k]``, ``experts`` ``[T * top_k]`` on the host."""
         order = experts.argsort()  # (row, expert) pairs sorted by expert
         counts = experts.bincount(minlength=self.group.count).tolist()
         both = upload_tensor(torch.cat((order // weights.shape[1], order.argsort())), rows.device)

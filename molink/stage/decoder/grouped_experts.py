@@ -68,7 +68,7 @@ class GroupedExperts:
 
 @dataclass(frozen=True, slots=True)
 class GroupedExpertMlp:
-    """As :class:`~molink.stage.decoder.expert_mlp.ExpertMlp`, with all experts at once."""
+    """Like :class:`~molink.stage.decoder.expert_mlp.ExpertMlp`, with all experts in one launch."""
 
     capturable: ClassVar[bool] = True
 

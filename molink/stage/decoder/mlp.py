@@ -12,13 +12,14 @@ from torch.nn.functional import gelu, relu, silu
 from molink.checkpoint.traits import SWIGLU_ALPHA, Activation
 from molink.stage.linear import AdapterRows, Projection, apply_projection
 
-#: Bound of float16 inputs of ``down``, so that sums of a thousand terms don't overflow.
+#: Maximum float16 input of ``down``, so that sums of a thousand terms don't overflow.
 MAX_FLOAT16_INPUT = 64.0
-#: ``act(gate) * up`` of rows ``[T, 2n]``: gate, then up, or interleaved if the activation says so;
-#: ``act(up)`` of rows ``[T, n]`` without gates.
+#: Computes ``act(gate) * up`` of rows ``[T, 2n]``, with gate before up, or interleaved for some
+#: activations. Without gates, computes ``act(up)`` of rows ``[T, n]``.
 GateFunction = Callable[[Tensor], Tensor]
-#: A gate in float32 of float16 rows, whose rows are divided by factors so that none is beyond
-#: ``MAX_FLOAT16_INPUT``; returns them, and the factors (float32 ``[T, 1]``, at least 1).
+#: A gate for float16 rows that computes in float32 and divides each row by a factor so that no
+#: magnitude exceeds ``MAX_FLOAT16_INPUT``. Returns the rows and the factors (float32 ``[T, 1]``, at
+#: least 1).
 BoundedGate = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
@@ -28,8 +29,7 @@ _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 
 
 def create_gate(activation: Activation, limit: float = 0.0) -> GateFunction:
-    """Create a gate of torch operators; ``limit`` is the number that ``clamped_swiglu`` clamps
-    to."""
+    """Create a gate of torch operators; ``limit`` is the number that bounds ``clamped_swiglu``."""
     if activation == "clamped_swiglu":
         return partial(_clamped_swiglu, limit=limit)
     if activation == "relu2":
@@ -44,18 +44,18 @@ def create_gate(activation: Activation, limit: float = 0.0) -> GateFunction:
 
 
 def apply_bounded(gate: GateFunction, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """A :data:`BoundedGate` of torch operators and ``gate``, for rows ``[T, 2n]``."""
+    """Apply ``gate`` to rows ``[T, 2n]`` as a :data:`BoundedGate` of torch operators."""
     return _bound_rows(gate(rows.float()), rows.dtype)
 
 
 def _bound_rows(wide: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Rows (float32, overwritten) divided by factors as in :data:`BoundedGate`, and the factors."""
+    """Bound float32 rows in place as a :data:`BoundedGate` does; return them and the factors."""
     factors = wide.abs().amax(-1, keepdim=True).div_(MAX_FLOAT16_INPUT).clamp_min_(1.0)
     return wide.div_(factors).to(dtype), factors
 
 
 def _clamped_swiglu(rows: Tensor, limit: float) -> Tensor:
-    """Works in place: the rows have no other user."""
+    """Compute in place, since the rows have no other user."""
     active, up = rows[..., 0::2].clamp_(max=limit), rows[..., 1::2].clamp_(-limit, limit)
     return (active * SWIGLU_ALPHA).sigmoid_().mul_(active).mul_(up.add_(1))
 
@@ -78,9 +78,9 @@ class Mlp(Protocol):
 class GatedMlp:
     """``down(act(gate) * up)``; gate and up are one projection.
 
-    With ``bounded_gate``, float16 rows come out in float32: products of models trained in bf16 may
-    overflow float16, so each row is scaled down before ``down`` and back afterwards. Incompatible
-    with a bias in ``down``.
+    With ``bounded_gate``, float16 rows return as float32: products of models trained in bf16 may
+    overflow float16, so each row is scaled down before ``down`` and back up afterwards.
+    Incompatible with a bias in ``down``.
     """
 
     capturable: ClassVar[bool] = True
@@ -103,16 +103,16 @@ class GatedMlp:
 
 
 def run_mlp(mlp: Mlp, rows: Tensor, adapters: AdapterRows | None) -> Tensor:
-    """Run rows ``[T, hidden]``, of which some may have adapters, through an MLP.
+    """Run rows ``[T, hidden]`` through an MLP; some rows may have adapters.
 
-    Experts have none.
+    Experts have no adapters.
     """
     return mlp(rows, adapters) if isinstance(mlp, GatedMlp) else mlp(rows)
 
 
 @dataclass(frozen=True, slots=True)
 class LatentExpertMlp:
-    """Routed experts whose rows are latents (Nemotron 3 Super), which ``output`` maps to rows."""
+    """Routed experts that work on latents (Nemotron 3 Super); ``output`` maps latents to rows."""
 
     routed: Mlp
     output: Projection
@@ -121,7 +121,7 @@ class LatentExpertMlp:
         latents = self.routed(rows)
         if latents.dtype is rows.dtype:
             return self.output(latents)
-        # Of float16 rows they are float32, and so are the results.
+        # With float16 rows, the latents are float32, and so are the results.
         bounded, factors = _bound_rows(latents, rows.dtype)
         return self.output(bounded) * factors
 

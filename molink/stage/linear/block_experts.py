@@ -1,4 +1,4 @@
-"""Projections of all experts of a layer on a CPU, in one call."""
+"""Runs one projection of all experts of a layer in a single call on a CPU."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,9 +13,9 @@ from molink.stage.linear.compiled import BlockLinear
 
 @dataclass(frozen=True, slots=True)
 class BlockExperts:
-    """A projection of each expert; their weights stay where they are.
+    """The same projection of all experts of a layer.
 
-    ``table`` has the addresses of the ``projections``' weights.
+    ``table`` has the addresses of the weights of ``projections``; weights are not copied.
     """
 
     projections: tuple[BlockLinear, ...]
@@ -23,7 +23,7 @@ class BlockExperts:
 
     @classmethod
     def from_projections(cls, projections: Sequence[Projection]) -> "BlockExperts | None":
-        """Combine projections with quantized weights of one format and shape; else ``None``."""
+        """Combine projections; ``None`` unless they have one quantized format and shape."""
         found = tuple(one for one in projections if isinstance(one, BlockLinear))
         kinds = {(id(one.product), one.weight.shape, one.dtype) for one in found}
         if len(found) < len(projections) or len(kinds) != 1:
@@ -35,12 +35,12 @@ class BlockExperts:
         return cls(found, WeightTable(torch.tensor(addresses), (parts, nbytes)))
 
     def __call__(self, rows: Tensor, segments: Segments) -> Tensor:
-        """Multiply each segment of rows ``[T, in]`` by its expert's weight, ``[P, out]``."""
+        """Multiply each segment of rows ``[T, in]`` by its expert's weight; return ``[P, out]``."""
         first = self.projections[0]
         given = rows.to(first.product.dtype)
         return first.product.multiply_segments(self.table, given, segments).to(first.dtype)
 
     @property
     def max_segment_rows(self) -> int:
-        """Rows of a segment up to which a call is faster than one for each expert."""
+        """Maximum rows of a segment for which one call is faster than a call per expert."""
         return self.projections[0].product.max_segment_rows

@@ -277,7 +277,7 @@ def _merge_cells(rows: Tensor, side: int, merging: Merging) -> Tensor:
 
 
 def load_tower(reader: WeightReader, config: VisionConfig) -> VisionTower:
-    """Load a tower and its connector; raises as :meth:`.WeightReader.read_tensors`."""
+    """Load a tower and its connectors; raises as :meth:`.WeightReader.read_tensors`."""
     names = config.names
     patches = reader.read_tensors(f"{TOWER_PREFIX}{names.patches}.weight")
     if config.frames > 1:

@@ -1,4 +1,4 @@
-"""Estimates from measurements: what one more PC would bring, and the time to first token."""
+"""Estimates from measurements: the gain from one more PC, and the time to first token."""
 
 import math
 from collections.abc import Sequence
@@ -24,9 +24,9 @@ from molink.swarm.placement.placement import (
     row_bytes,
 )
 
-#: Kinds of PCs tried: one placement over many peers takes most of a second.
+#: Maximum kinds of PCs tried, since one placement over many peers takes most of a second.
 MAX_KINDS = 3
-#: Seconds for which estimates are cached: computing them blocks the coordinator.
+#: Seconds for which estimates are cached, since computing them blocks the coordinator.
 CACHE_INTERVAL = 5.0
 #: Prompt length of the TTFT prediction, in tokens.
 PROMPT_TOKENS = 512
@@ -34,7 +34,7 @@ _NEW_PEER = "one more"
 
 
 class CachedEstimates:
-    """Estimates of all pipelines, cached for a while."""
+    """Cached estimates of all pipelines."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
@@ -42,7 +42,7 @@ class CachedEstimates:
         self._valid_until = -math.inf
 
     def estimate_at(self, now: float) -> dict[str, ScaleOutStatus]:
-        """Estimates by pipeline at ``now`` (seconds) or shortly before."""
+        """Return estimates by pipeline, as of ``now`` (seconds) or shortly before."""
         if now >= self._valid_until:
             self._last = {
                 one.pipeline: estimate_scale_out(one, self._fleet.clock)
@@ -53,9 +53,9 @@ class CachedEstimates:
 
 
 def estimate_scale_out(reconciler: Reconciler, now: float) -> ScaleOutStatus:
-    """What one more PC would bring, and the TTFT of a lone request; empty if no ring serves.
+    """Estimate the gain from one more PC, and the TTFT of a lone request; empty if no ring serves.
 
-    Without rings where peers have named their layers.
+    There are no ring estimates if peers have named their layers.
     """
     formation = reconciler.formation
     if formation is None or not reconciler.is_ready:
@@ -74,7 +74,7 @@ def estimate_scale_out(reconciler: Reconciler, now: float) -> ScaleOutStatus:
 def _estimate_rings(
     reconciler: Reconciler, formation: Formation, now: float
 ) -> tuple[RingEstimate | None, tuple[RingEstimate, ...]]:
-    """The current ring, and one for each kind of PC added."""
+    """Estimate the current ring, and one ring for each kind of PC added."""
     planner, desired, registry = reconciler.planner, reconciler.desired, reconciler.registry
     found = planner.find_candidates(registry, formation, now)
     candidates = planner.read_rates.apply_rates(found)
@@ -131,11 +131,12 @@ def _ring_times(reconciler: Reconciler, formation: Formation) -> RingTimes:
 
 
 def predict_ttft(times: RingTimes, prompt: int, slowdowns: Sequence[float] = ()) -> float:
-    """Seconds to the first token of a ``prompt`` (in tokens); 0 if a stage is not measured.
+    """Predict the seconds to the first token of a ``prompt`` (in tokens); 0 if a stage is
+    unmeasured.
 
-    Uses the scheduler's own chunks: a stage computes a chunk once it has finished the one before,
-    and a link sends likewise. Overlap within a chunk is ignored, so slow links are faster than
-    this. ``slowdowns``: current step time of each stage relative to its profile.
+    Uses the scheduler's own chunks: a stage computes a chunk when it has finished the previous one,
+    and links send likewise. Overlap within a chunk is ignored, so slow links are faster than
+    predicted. ``slowdowns`` has each stage's current step time relative to its profile.
     """
     if not all(profile.prefill for profile in times.profiles):
         return 0.0
@@ -157,13 +158,13 @@ def predict_ttft(times: RingTimes, prompt: int, slowdowns: Sequence[float] = ())
 
 
 def stage_slowdown(session: PeerSession | None, pipeline: str) -> float:
-    """How much longer a peer's stage takes than its profile says; 1.0 if not reported."""
+    """Return a stage's step time relative to its profile; 1.0 if not reported."""
     workers = () if session is None else session.report.workers
     reported = (one.slowdown for one in workers if one.pipeline == pipeline and one.slowdown > 0)
     return next(reported, 1.0)
 
 
 def describe_device(device: Device) -> str:
-    """A device in a few words."""
+    """Describe a device in a few words."""
     index = f" {device.index}" if device.kind == "cuda" else ""
     return f"{device.kind}{index}: {device.name}"

@@ -52,10 +52,10 @@ class RelayOpenedEvent:
 
 @dataclass(frozen=True, slots=True)
 class RouteTriedEvent:
-    """A peer has tried to connect to another; ``is_relayed``: over its relayed route.
+    """A peer has tried to connect to another, over its relayed route if ``is_relayed``.
 
-    ``is_punched``: its connections have left the relay for direct ones. ``failed_relay`` is the id
-    of a relay that passed probes but no data, or 0.
+    With ``is_punched``, its connections have moved from the relay to direct ones. ``failed_relay``
+    is the id of a relay that forwarded probes but no data, or 0.
     """
 
     attempt: ConnectionTriedEvent
@@ -131,7 +131,7 @@ class RelayPlanner:
                 known = self._peers.setdefault(peer, _Peer())
                 before = known.addresses, known.can_relay, known.rendezvous
                 if before == (addresses, relays, place):
-                    return []  # like most reports
+                    return []  # most reports change nothing
                 known.addresses, known.can_relay, known.rendezvous = addresses, relays, place
             case LivePeersChangedEvent(peers):
                 gone = self._peers.keys() - set(peers)
@@ -155,7 +155,7 @@ class RelayPlanner:
 
     @property
     def punched_pairs(self) -> frozenset[Pair]:
-        """Pairs whose connections have left their relay for direct ones."""
+        """Pairs whose connections have moved from their relay to direct ones."""
         return frozenset(pair for pair, relay in self._relays.items() if relay.is_punched)
 
     def validate(self) -> None:
@@ -215,7 +215,9 @@ class RelayPlanner:
             return []
         relay = self._relays.get(pair)
         if relay is None:
-            if not (tried.succeeded or event.failed_relay):  # an earlier coordinator's is gone
+            if not (
+                tried.succeeded or event.failed_relay
+            ):  # the relay of an earlier coordinator is gone
                 by.unreachable.add(tried.target)
             return []
         if event.failed_relay:
@@ -287,7 +289,7 @@ class RelayPlanner:
         return all(end == through or through in self._peers[end].latencies for end in pair)
 
     def _find_relays(self, pair: Pair) -> list[str]:
-        """Peers that may relay for a pair now, and the rendezvous of both."""
+        """Return the peers that may relay for a pair now, and the rendezvous if both share it."""
         return [
             one
             for one in (*self._peers, self._peers[pair[0]].rendezvous)
@@ -309,15 +311,17 @@ class RelayPlanner:
         # The id is random, since relays that an earlier coordinator opened may still exist.
         id = int.from_bytes(secret[:6], "big")
         relay = self._relays[pair] = _Relay(id, through, secret[6:38], secret[38:], self._now)
-        if through not in self._peers:  # a rendezvous waits for no order
+        if through not in self._peers:  # a rendezvous needs no order
             relay.is_open = True
             return self._announce_relay(pair, relay)
         ends = tuple(dict.fromkeys(one for end in pair for one in self._peers[end].addresses))
         return [SendMessageAction(through, OpenRelay(id=relay.id, secret=relay.secret, ends=ends))]
 
     def _rank_relay(self, pair: Pair, through: str) -> tuple[bool, bool, float, str]:
-        """Orders relays, the best first: a PC that the other end dials, then by latency, then the
-        rendezvous."""
+        """Return a sort key of a relay for a pair; the best relay has the lowest key.
+
+        Members come before the rendezvous, then the pair's dialing end, then lower latencies.
+        """
         is_member = through in self._peers
         return not is_member, through != pair[0], self._path_latency(pair, through), through
 

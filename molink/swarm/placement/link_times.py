@@ -1,4 +1,4 @@
-"""What each link, and each distance to those who ask, adds to the time per token."""
+"""Computes how much each link, and each distance to requesting PCs, adds to the time per token."""
 
 from collections.abc import Callable, Mapping, Sequence
 from heapq import nlargest
@@ -17,7 +17,7 @@ _MAX_ASKERS = 32
 
 
 class _LinkTimeRow(dict[int, LinkTimes | None]):
-    """Links from one peer, estimated when they are needed: a large swarm has a million pairs."""
+    """Links from one peer, estimated when needed, since a large swarm has a million pairs."""
 
     def __init__(self, estimate: Callable[[int], LinkTimes | None]) -> None:
         super().__init__()
@@ -35,9 +35,9 @@ def estimate_link_times(
     rows: int,
     row_bytes: int,
 ) -> LinkTimeTable:
-    """The time of each link for a micro-batch of ``rows`` rows of ``row_bytes`` bytes.
+    """Estimate the time of each link for a micro-batch of ``rows`` rows of ``row_bytes`` bytes.
 
-    ``unreachable[i]`` are peers that peer ``i`` cannot connect to.
+    ``unreachable[i]`` are peers to which peer ``i`` cannot connect.
     """
     volume, tokens = rows * row_bytes, rows * TOKEN_BYTES
 
@@ -61,9 +61,9 @@ def estimate_link_times(
 def estimate_ask_times(
     peers: Sequence[str], askers: Mapping[str, float], links: Links
 ) -> Sequence[float]:
-    """Seconds per token that asking adds if each of ``peers`` holds the first stage.
+    """Estimate the seconds per token that requests add for each peer that may hold the first stage.
 
-    ``askers`` are the PCs where people ask, with the share or number of their requests.
+    ``askers`` are the PCs at which requests arrive, with the share or number of their requests.
     """
     most = nlargest(_MAX_ASKERS, askers, key=lambda peer: askers[peer])
     weight = sum(askers[asker] for asker in most)

@@ -300,7 +300,7 @@ class _Placer:
         links: Links,
         askers: Mapping[str, float],
     ) -> None:
-        """``target`` is the same for all peers: dtype and quantization."""
+        """``target`` has the settings that all peers share: dtype and quantization."""
         self.facts, self.candidates, self.setup = facts, candidates, target
         self.goal, self.links, self.askers = goal, links, askers
         widens = target.dtype == "auto" and facts.element_bytes < _F32_BYTES
@@ -340,7 +340,7 @@ class _Placer:
     # --- all peers are auto ----------------------------------------------------------------------
 
     def find_ring(self, serving: Sequence[tuple[str, LayerRange]]) -> Placement:
-        """Find the best ring, or keep the serving one if it is nearly as good."""
+        """Find the best ring; keep the serving ring if it is nearly as good."""
         link_times, ask_times = self.estimate_times()
         found: RingCandidate | None = None
         for tokens in kv_room_steps(self.facts, self.goal.objective):
@@ -379,7 +379,7 @@ class _Placer:
         return found if gain >= max(MIN_GAIN * old.cost, MIN_GAIN_S) else old
 
     def estimate_times(self) -> tuple[LinkTimeTable, Sequence[float]]:
-        """Estimate the times of links between auto peers, and of requests to each of them."""
+        """Estimate the link times between auto peers, and the times of requests to each of them."""
         peers = [one.peer for one in self.auto_candidates]
         link_times = estimate_link_times(
             peers,

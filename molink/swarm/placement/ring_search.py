@@ -1,10 +1,10 @@
 """Finds the best ring for a model: its peers, their order, and the layers of each.
 
-All layers weigh the same. So a set of peers with a given opener and closer poses two independent
-problems: the path through the others (shortest path, Held and Karp), and the split of the layers
-(the fastest readers take as many as fit). With up to :data:`MAX_EXACT_PEERS` peers, all sets,
-openers and closers are tried, so the result is optimal. With more peers, a local search grows a
-ring.
+All layers cost the same. So for a set of peers with a given opener and closer there are two
+independent problems: the path through the other peers (shortest path, Held and Karp), and the split
+of the layers (the fastest readers take as many as fit). With up to :data:`MAX_EXACT_PEERS` peers,
+all sets, openers and closers are tried, so the result is optimal. With more peers, a local search
+grows a ring.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,15 +24,15 @@ from molink.swarm.placement.rings import (
     linear_times,
 )
 
-#: Most peers for which the result is optimal.
+#: Maximum peers for which the result is optimal.
 MAX_EXACT_PEERS = 8
-#: A round trip may take this fraction longer for more even stages: they leave more room for KV, and
-#: several streams run faster.
+#: Fraction by which a round trip may be longer for more even stages, which leave more room for KV
+#: and let several streams run faster.
 EVENNESS_SLACK = 0.02
-#: Changes tried from each start; the control plane waits meanwhile.
+#: Maximum changes tried from each start, since the control plane waits meanwhile.
 _MAX_TRIES = 2000
-#: Among many peers: places around which rings are estimated, how many of them are searched, and the
-#: peers of each.
+#: For many peers: number of centres around which rings are estimated, number of these that are
+#: searched, and peers of each.
 _MAX_CENTRES, _MAX_STARTS, _MAX_NEAR = 64, 3, 64
 
 #: Minimized lexicographically; see :meth:`_RingGrowth._ring_cost`.
@@ -42,9 +42,9 @@ _RingCost = tuple[float, float, float]
 def search_ring(
     task: RingTask, min_stages: int = 1, slack: float = EVENNESS_SLACK
 ) -> RingCandidate | None:
-    """The best ring of at least ``min_stages`` stages, or of as many as possible.
+    """Find the best ring of at least ``min_stages`` stages, or of as many as possible.
 
-    ``slack`` is a share of the cost: see :data:`EVENNESS_SLACK`. ``None``: the peers cannot hold
+    ``slack`` is a share of the cost; see :data:`EVENNESS_SLACK`. ``None`` if the peers cannot hold
     the model or form a ring.
     """
     able = [i for i, one in enumerate(task.hosts) if one.max_layers() >= 1]
@@ -56,7 +56,7 @@ def search_ring(
 
 
 def _choose_ring(rings: dict[int, RingCandidate], min_stages: int) -> RingCandidate | None:
-    """The best ring of at least that many stages, or of the most there are."""
+    """Return the best ring of at least ``min_stages`` stages, or of the maximum number."""
     enough = [count for count in rings if count >= min_stages] or sorted(rings)[-1:]
     best: RingCandidate | None = None
     for count in sorted(enough):
@@ -65,12 +65,12 @@ def _choose_ring(rings: dict[int, RingCandidate], min_stages: int) -> RingCandid
     return best
 
 
-#: A path from the opener: its seconds, its busiest link, and its hosts.
+#: A path from the opener: its seconds, its busiest link's seconds, and its hosts.
 _Path = tuple[float, float, tuple[int, ...]]
 
 
 def _exact_rings(task: RingTask, able: Sequence[int]) -> dict[int, RingCandidate]:
-    """The best ring of each size."""
+    """Find the best ring of each size."""
     best: dict[int, RingCandidate] = {}
     by_speed = sorted(able, key=lambda i: (task.linear_times[i][0].per_layer, i))
     for order_of in _paths(task, able):
@@ -81,8 +81,11 @@ def _exact_rings(task: RingTask, able: Sequence[int]) -> dict[int, RingCandidate
 
 
 def _paths(task: RingTask, able: Sequence[int]) -> Iterator[_Path]:
-    """Shortest path of each set, opener and closer; where links can be the bottleneck, also longer
-    paths over faster links. Earlier joined peers come first."""
+    """Find the shortest path for each set, opener and closer.
+
+    If links can be the bottleneck, longer paths over faster links are included. Peers that joined
+    earlier come first.
+    """
     size = min(task.max_stages, task.layers, len(able))
     both = task.objective == "throughput" or task.prompt_rows > 0
     for opener in able:
@@ -126,7 +129,7 @@ def _best_ring(
     by_speed: Sequence[int],
     best: RingCandidate | None,
 ) -> RingCandidate | None:
-    """The best ring of that path if it beats ``best``; a quick sum dismisses most."""
+    """Return the best ring of a path if it beats ``best``; a quick sum excludes most."""
     length, busy, order = way
     total = _total_time(task, order, by_speed, inf)
     if total is None:
@@ -155,7 +158,7 @@ def _total_time(
     by_speed: Sequence[int],
     ceiling: float,
 ) -> float | None:
-    """Seconds of all stages in the best split; ``None``: no room."""
+    """Return the seconds of all stages in the best split; ``None`` if there is no room."""
     if task.has_bends:
         lines = linear_times(task, order)
         counts = split_layers(task.layers, lines, ceiling)
@@ -179,13 +182,16 @@ def _total_time(
 
 # --- local search among many peers ---------------------------------------------------------------
 
-#: A start for the local search: a ring, and the peers that it may use.
+#: A start of the local search: a ring, and the peers that it may use.
 _Start = tuple[tuple[int, ...], Sequence[int]]
 
 
 def _starts(task: RingTask, able: Sequence[int], min_stages: int) -> Iterator[_Start]:
-    """Starts for the local search: the best rings of the fastest peers, of the largest, and of
-    those around a few; or all of these in a row if their rings lack room."""
+    """Return starts for the local search.
+
+    They are the best rings of the fastest peers, of the largest peers, and of the peers around some
+    centres; or all of these peers in a row if their rings lack room.
+    """
     hosts, size = task.hosts, min(MAX_EXACT_PEERS, task.max_stages, task.layers)
 
     def by_speed(i: int) -> tuple[float, int]:
@@ -209,7 +215,7 @@ def _starts(task: RingTask, able: Sequence[int], min_stages: int) -> Iterator[_S
 def _neighbourhoods(
     task: RingTask, able: Sequence[int], fastest: Sequence[int], min_stages: int
 ) -> list[list[int]]:
-    """The peers around the best centres, the most useful first.
+    """Yield the peers around the best centres, the most useful first.
 
     A peer is useful if its link and its layers take little time per layer that it holds.
     """
@@ -246,14 +252,14 @@ class _RingGrowth:
     """
 
     def __init__(self, task: RingTask, min_stages: int) -> None:
-        """``min_stages`` is the wanted number of stages."""
+        """``min_stages`` is the desired number of stages."""
         self._task = task
         self._usable: Sequence[int] = ()
         self._max_stages = min(task.max_stages, task.layers)
         self._min_stages = min(min_stages, self._max_stages)
 
     def find_best(self, starts: Iterable[_Start]) -> RingCandidate | None:
-        """The best ring found from any of ``starts``."""
+        """Return the best ring found from any of ``starts``."""
         found: RingCandidate | None = None
         for start, self._usable in starts:
             ring = self._improve(start)
@@ -280,7 +286,7 @@ class _RingGrowth:
         return None if worth[0] else fill_ring(self._task, order)
 
     def _ring_cost(self, order: tuple[int, ...]) -> _RingCost:
-        """Missing layers and links, missing stages, and the cost."""
+        """Return missing layers and links, missing stages, and the cost."""
         missing = float(max(0, self._min_stages - len(order)))
         cost = estimate_cost(self._task, order)
         if cost is not None:
@@ -292,7 +298,7 @@ class _RingGrowth:
         return 1.0 + max(0, self._task.layers - room) + closed, missing, inf
 
     def _neighbours(self, order: tuple[int, ...], worth: _RingCost) -> Iterator[tuple[int, ...]]:
-        """Rings that differ in one thing; larger ones first if something is missing."""
+        """Yield rings with one change; larger ones first if layers, links or stages are missing."""
         lacks = worth[0] > 0 or worth[1] > 0
         larger, others = self._larger(order), self._not_larger(order)
         yield from larger if lacks else others
@@ -305,7 +311,7 @@ class _RingGrowth:
                     yield (*order[:at], i, *order[at:])
 
     def _not_larger(self, order: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-        """Rings of the same size, or one smaller."""
+        """Yield changed rings of the same size, or one smaller."""
         for at in range(len(order)):
             rest = order[:at] + order[at + 1 :]
             if rest:

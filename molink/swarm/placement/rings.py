@@ -10,9 +10,9 @@ from typing import Protocol
 from molink.facts.model import Objective
 from molink.swarm.placement.partition import LinearTime, StageHost, min_slowest_time, split_layers
 
-#: Most micro-batches in flight per stage: the scheduler uses up to twice the stages.
+#: Maximum micro-batches in flight per stage; the scheduler uses up to twice the stages.
 MICRO_BATCHES_PER_STAGE = 2
-#: Costs closer than this fraction are equal.
+#: Fraction below which costs count as equal.
 TOLERANCE = 1e-9
 
 
@@ -32,7 +32,7 @@ class LinkTimes:
 
 
 class LinkTimeRow(Protocol):
-    """The links from one host, by the host they lead to; ``None``: it cannot connect."""
+    """The links from one host, by target host; ``None`` means that it cannot connect."""
 
     def __getitem__(self, index: int, /) -> LinkTimes | None: ...
 
@@ -68,7 +68,7 @@ class RingTask:
 
     @cached_property
     def linear_times(self) -> Sequence[Sequence[LinearTime]]:
-        """Each host's stage: in the middle, opening the ring, closing it, and both."""
+        """Step times of each host's stage: in the middle, opening the ring, closing it, or both."""
         ends = (False, True)
         return [
             [one.linear_time(opens=opens, closes=closes) for closes in ends for opens in ends]
@@ -97,7 +97,7 @@ class RingCandidate:
     slowest_time: float
 
     def is_better(self, other: "RingCandidate | None") -> bool:
-        """Whether it costs less, or the same with a shorter round trip."""
+        """Whether the ring costs less, or the same with a shorter round trip."""
         if other is None or self.cost < other.cost * (1 - TOLERANCE):
             return True
         return self.cost <= other.cost * (
@@ -119,7 +119,7 @@ def evaluate_ring(
 
 
 def _path_time(task: RingTask, order: Sequence[int]) -> tuple[float, float] | None:
-    """Seconds of all links together, and of the busiest; ``None`` if a link is impossible.
+    """Return the seconds of all links, and of the busiest one; ``None`` if a link is impossible.
 
     All hosts must be able to connect to the first one, which receives their requests.
     """
@@ -159,7 +159,7 @@ def _build_ring(
 
 
 def fill_ring(task: RingTask, order: Sequence[int]) -> RingCandidate | None:
-    """The best ring of that order."""
+    """Compute the best ring of a given order."""
     way = _path_time(task, order)
     lines = linear_times(task, order)
     counts = None if way is None else split_layers(task.layers, lines)
@@ -186,7 +186,7 @@ def fill_ring(task: RingTask, order: Sequence[int]) -> RingCandidate | None:
 
 
 def _level_counts(lines: Sequence[LinearTime], counts: list[int]) -> list[int]:
-    """Even out equally fast stages at the same total time."""
+    """Balance the layers of equally fast stages, at the same total time."""
     for i, line in enumerate(lines):
         for j, other in enumerate(lines):
             while (
@@ -204,7 +204,7 @@ def _is_equal(one: float, other: float) -> bool:
 
 
 def even_ring(task: RingTask, ring: RingCandidate, slack: float) -> RingCandidate:
-    """The most even split of the same ring within the share ``slack`` of its cost."""
+    """Return the most even split of the same ring within the share ``slack`` of its cost."""
     way, lines = _path_time(task, ring.order), linear_times(task, ring.order)
     assert way is not None
     best, low = ring, min_slowest_time(task.layers, lines)
@@ -221,7 +221,7 @@ def even_ring(task: RingTask, ring: RingCandidate, slack: float) -> RingCandidat
 
 
 def _slowest_bound(layers: int, lines: Sequence[LinearTime]) -> float:
-    """Approximate minimum of the slowest stage's time, as if layers were divisible."""
+    """Approximate the minimum time of the slowest stage, as if layers were divisible."""
     free, left, time = list(lines), float(layers), 0.0
     while free:
         rates = [(line.fixed, 1 / max(line.per_layer, 1e-12), line.max_layers) for line in free]
@@ -235,7 +235,7 @@ def _slowest_bound(layers: int, lines: Sequence[LinearTime]) -> float:
 
 
 def estimate_cost(task: RingTask, order: Sequence[int]) -> float | None:
-    """Approximate cost of the best ring of that order, with the least slowest stage."""
+    """Approximate the cost of the best ring of a given order, with a minimal slowest stage."""
     way, lines = _path_time(task, order), linear_times(task, order)
     if way is None or any(line.max_layers < line.min_layers for line in lines):
         return None

@@ -131,8 +131,8 @@ class UnreadBytes:
     def on_counted(self, counts: Iterable[tuple[OpenConnection, int]]) -> bool:
         """Record the bytes taken from each connection.
 
-        Returns whether so many bytes are unread that the caller should read and call
-        :meth:`on_drained`.
+        Returns whether the caller should read and call :meth:`on_drained`, since too many bytes are
+        unread.
         """
         wanted = False
         with self._lock:

@@ -36,7 +36,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class PoolingRequest(Generic[Result]):
-    """Prompts, and what becomes of each.
+    """Prompts, and how their results are made.
 
     ``prompts`` is tokenized; ``field`` is the client's name of its texts. ``convert`` makes a
     result of the token that ends a prompt. With ``truncates``, prompts are cut to the context.

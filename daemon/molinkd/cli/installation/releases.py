@@ -38,7 +38,7 @@ class ReleaseNotes(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class PublishedRelease:
-    """A release: where it is, what it says of itself, and the hashes of its files by name."""
+    """A release: its address, its notes about itself, and the hashes of its files by name."""
 
     url: str
     wheel: str

@@ -2,9 +2,9 @@
 
 Both ends connect to each other at the same moment, from the local ports of their connections to a
 relay. Each router takes the other's packets for answers to its own PC's (simultaneous open, RFC
-9293 section 3.5). It works if the routers keep one public port for a local port whatever the
-destination, or if one of them does and lets in any port of a known address; a relay has seen the
-public ports. Each end also listens, for a packet that comes before its own has left.
+9293 section 3.5). It works if both routers use one public port for a local port, regardless
+of the destination, or if one of them does and lets in any port of a known address; a relay has seen
+the public ports. Each end also listens, for a packet that comes before its own has left.
 
 Strangers may connect meanwhile, and the relay may have lied about the address: an end uses only a
 connection on which the other has proved the secret of the two, and sends nothing else before.
