@@ -38,6 +38,13 @@ def address_of(stream: Stream) -> Address:
     return host, port
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ends that meet do so also where much else runs."""
+    monkeypatch.setattr(module, "PUNCH_S", 60.0)
+    monkeypatch.setattr(module, "_PROVE_S", 20.0)
+
+
 @pytest.fixture
 async def bench(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Bench]:
     """Its ends have addresses of their own, as on other PCs."""
@@ -284,6 +291,23 @@ async def test_a_direct_connection_that_breaks_is_not_the_relays_fault(
     assert await ended(stream) == b""
     await until(lambda: bench.dialling._punches._failures)
     assert bench.failed == []
+
+
+async def test_all_addresses_of_a_name_are_tried(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A PC without IPv6 knows names that have it."""
+    port = await bench.serve()
+    closed, _ = await free_ports()
+
+    async def find(host: str, port: int, **_: object) -> list[tuple[Any, ...]]:
+        targets = (("127.0.0.1", closed), (host, port))
+        return [(socket.AF_INET, socket.SOCK_STREAM, 0, "", one) for one in targets]
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", find)
+    (await connect_shared("127.0.0.1", port)).close()
+    with pytest.raises(ConnectionRefusedError):
+        await connect_shared("127.0.0.1", closed)
 
 
 async def test_a_port_can_be_shared(bench: Bench) -> None:
