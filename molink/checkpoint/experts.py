@@ -244,7 +244,7 @@ def llama4_experts(fields: ConfigFields, layers: int) -> ExpertsConfig | None:
 
 
 def gemma4_experts(fields: ConfigFields, layers: int) -> ExpertsConfig | None:
-    """Gemma 4: experts beside the MLP of each layer; ``None`` without ``enable_moe_block``."""
+    """Gemma 4: experts in parallel with each layer's MLP; ``None`` without ``enable_moe_block``."""
     if not fields.get_boolean("enable_moe_block", False):
         return None
     inner = fields.get_integer("intermediate_size", maximum=MAX_EXPERT_SIZE)

@@ -278,7 +278,8 @@ class Footprint:
     #: Attention's copies per token of the pool: one layer's keys and values, masks, capped scores.
     #: 0 if attention reads pages in place.
     attention_copy_bytes: int
-    #: Mask and capped scores of a prefill chunk per token of its request. 0 likewise.
+    #: Mask and capped scores of a prefill chunk per token of its request. 0 if attention reads
+    #: pages in place.
     mask_bytes: int
     #: CUDA graphs per layer, and their shared pool.
     layer_graph_bytes: int = 0

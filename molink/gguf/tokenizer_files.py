@@ -117,7 +117,7 @@ def build_tokenizer_files(
 ) -> TokenizerFiles:
     """Build the tokenizer of a model with ``vocabulary`` embedding rows.
 
-    If the model ``embeds``, texts end with the end-of-sequence token if the file says so.
+    If the model ``embeds``, texts end with the end-of-sequence token if the file sets it.
 
     Raises:
         UnsupportedModel: the tokenizer's kind is not implemented.

@@ -1,4 +1,4 @@
-"""The MLP of a layer, plain or beside experts (:mod:`molink.stage.decoder.expert_mlp`)."""
+"""The MLP of a layer, alone or parallel to experts (:mod:`molink.stage.decoder.expert_mlp`)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -263,8 +263,10 @@ def add_and_norm(
 
 
 def apply_gate(rows: Tensor, activation: Activation, limit: float) -> Tensor:
-    """Compute ``act(gate) * up`` of rows ``[T, 2n]``: gate, then up, or interleaved if the
-    activation says so."""
+    """Compute ``act(gate) * up`` of rows ``[T, 2n]``.
+
+    The gate comes before ``up``; for some activations, both are interleaved.
+    """
     rows = _lay_out(rows)
     count, width = rows.shape[0], rows.shape[1] // 2
     gated = rows.new_empty(count, width)

@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 
 #: Tolerance relative to the largest result, for bf16's rounding and the errors of sums.
 TOLERANCE = 0.015
-#: Output rows compared, and the number of places where they lie.
+#: Number of output rows compared at each place, and approximate number of places.
 _COMPARED, _PARTS = 64, 4
 
 

@@ -112,7 +112,7 @@ def _estimate_rings(
 
 
 def estimate_ring(device: str, placed: Placement, objective: Objective) -> RingEstimate:
-    """The estimate for a placement."""
+    """Create the estimate for a placement with one more ``device`` (empty: none)."""
     seconds = placed.round_trip_time if objective == "latency" else placed.cost
     rate = MICRO_BATCH_ROWS[objective] / seconds
     return RingEstimate(device, len(placed.stages), placed.round_trip_time, rate)

@@ -24,8 +24,9 @@ OPEN_TIMEOUT = 10.0
 #: up to the maximum. Its record is clean again when the maximum has passed after that.
 FIRST_EXCLUSION, MAX_EXCLUSION = 30.0, 3600.0
 
-#: Seconds after which a relay is replaced by one with a shorter path, by at least this share of it
-#: and this many seconds one way. A change interrupts streams until the ring has formed again.
+#: Minimum seconds before a relay is replaced by one with a shorter path, and minimum gains: a share
+#: of the path's latency, and seconds one way. A change interrupts streams until the ring has formed
+#: again.
 MIN_STAY, MIN_GAIN, MIN_GAIN_S = 300.0, 0.3, 0.01
 
 Pair = tuple[str, str]
@@ -260,9 +261,9 @@ class RelayPlanner:
         return by in self._peers and to in self._peers and to in self._peers[by].unreachable
 
     def _has_better(self, pair: Pair) -> bool:
-        """Whether a member that has not failed can relay instead of the rendezvous, or sooner.
+        """Whether a member without failures can replace the rendezvous or much shorten the path.
 
-        Not for connections that have left it: they would break.
+        Punched connections keep their relay: a change would break them.
         """
         relay = self._relays[pair]
         is_member = relay.relay_peer in self._peers

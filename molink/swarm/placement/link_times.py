@@ -8,11 +8,11 @@ from molink.facts.tcp_loss import expected_loss_s
 from molink.swarm.placement.links import Links
 from molink.swarm.placement.rings import LinkTimes, LinkTimeTable
 
-#: Tokens of a usual prompt and answer. The prompt's rows pass every link once, and the request and
-#: the first token the way between the PC where somebody asks and the first stage; each further
+#: Tokens of a typical prompt and answer. The prompt's rows pass every link once. The request and
+#: the first token each travel once between the requesting PC and the first stage. Each further
 #: token takes a round trip.
 PROMPT_TOKENS, ANSWER_TOKENS = 512, 256
-#: The PCs where most is asked stand for all.
+#: Maximum number of requesting PCs that are counted: those with the most requests.
 _MAX_ASKERS = 32
 
 

@@ -114,7 +114,7 @@ def _paths(task: RingTask, able: Sequence[int]) -> Iterator[_Path]:
 
 
 def _add_path(front: list[_Path], way: _Path, both: bool) -> None:
-    """Keep paths that are not dominated in length and, with ``both``, in busiest link."""
+    """Add a path; keep paths not dominated in length and, with ``both``, in their busiest link."""
     length, busy, _ = way
     for one in front:
         if one[0] <= length * (1 + TOLERANCE) and (not both or one[1] <= busy * (1 + TOLERANCE)):

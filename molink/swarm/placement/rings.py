@@ -43,10 +43,11 @@ LinkTimeTable = Sequence[LinkTimeRow]
 
 @dataclass(frozen=True)
 class RingTask:
-    """``layers`` to be split among at most ``max_stages`` of ``hosts``.
+    """``layers`` to split among at most ``max_stages`` of ``hosts``.
 
-    For ``latency``, asking takes ``ask_times[i]`` seconds per token if host ``i`` opens the ring,
-    and each token of an answer has ``prompt_rows`` rows of a prompt, which pass all links.
+    For ``latency``, two costs before the first token are spread over an answer's tokens: a request
+    takes ``ask_times[i]`` seconds per token to reach the opening host ``i``, and ``prompt_rows``
+    prompt rows per token pass all links.
     """
 
     layers: int
@@ -58,9 +59,9 @@ class RingTask:
     prompt_rows: float = 0.0
 
     def start_time(self, opener: int, busy: float) -> float:
-        """What an answer takes before its first token, beyond a round trip: seconds per token.
+        """Return the seconds before an answer's first token, beyond a round trip, per token.
 
-        ``opener`` is asked; the busiest link takes ``busy`` seconds for a row.
+        Requests go to ``opener``; the busiest link takes ``busy`` seconds for a row.
         """
         if self.objective != "latency":
             return 0.0
