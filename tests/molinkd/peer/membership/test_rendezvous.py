@@ -428,7 +428,9 @@ class Leader:
         self._server.send(sender.identity, reply, b"{}")
 
 
-@pytest.mark.parametrize("passes", [alter, repeat, Reorderer(), hold], ids=str)
+@pytest.mark.parametrize(
+    "passes", [alter, repeat, Reorderer(), hold], ids=["alter", "repeat", "reorder", "hold"]
+)
 @pytest.mark.parametrize("begins", ["at once", "later"])
 async def test_what_a_liar_alters_is_never_read(
     net: Net, bench: Bench, monkeypatch: pytest.MonkeyPatch, passes: Pass, begins: str
