@@ -61,8 +61,10 @@ class Cell:
 class Pc:
     """A PC of a home."""
 
-    def __init__(self, homes: Homes, index: int, name: str, folder: Path) -> None:
+    def __init__(self, homes: Homes, index: int, name: str, kind: Kind, folder: Path) -> None:
         self.name = name
+        #: Both IPv4 and IPv6 where there is no router.
+        self._host = "::" if kind in ("open", "only-ipv6") else "0.0.0.0"
         self._homes, self._index = homes, index
         self.home, self._log = folder / name, folder / f"{name}.log"
         self._process: subprocess.Popen[Any] | None = None
@@ -83,6 +85,7 @@ class Pc:
 
     def _run(self, arguments: Sequence[str], **popen: Any) -> "subprocess.Popen[Any]":
         own = {"MOLINK_HOME": str(self.home), "MOLINK_STANDBY_WORKER": "false"}
+        own |= {"MOLINK_HOST": self._host, "MOLINK_NUM_SPECULATIVE_TOKENS": "off"}
         own |= {"MOLINK_REPLICATE_MODELS": "false", "PYTHONPATH": f"{_ROOT}:{_ROOT / 'daemon'}"}
         command = [sys.executable, "-m", "molinkd", *arguments]
         return self._homes.run(self._index, command, env={**os.environ, **own}, **popen)
@@ -132,11 +135,15 @@ class Table:
 
     def __init__(self, folder: Path, kinds: Sequence[Kind], delay_ms: float) -> None:
         self._kinds = kinds
-        nodes = [Node(f"home{index}", delay_ms=delay_ms) for index in range(2 + 2 * len(kinds))]
-        self._homes = Homes(nodes, ["open", "open", *kinds, *kinds])
-        names = [f"{part} {kind}" for part in ("first", "second") for kind in kinds]
-        names = ["hub", "meeting", *(name.replace(" ", "-") for name in names)]
-        self._pcs = [Pc(self._homes, index, name, folder) for index, name in enumerate(names)]
+        behind: list[Kind] = ["open", "open", *kinds, *kinds]
+        nodes = [Node(f"home{index}", delay_ms=delay_ms) for index in range(len(behind))]
+        self._homes = Homes(nodes, behind)
+        names = ["hub", "meeting"]
+        names += [f"{part}-{kind}" for part in ("first", "second") for kind in kinds]
+        self._pcs = [
+            Pc(self._homes, index, name, kind, folder)
+            for index, (name, kind) in enumerate(zip(names, behind, strict=True))
+        ]
         self._token = ""
 
     @contextlib.contextmanager
@@ -194,8 +201,10 @@ class Table:
         status = json.loads(self._pcs[0].ask("status", "--json") or "{}")
         ways = tuple(_find_way(status, *ends) for ends in (pair, pair[::-1]))
         logs = [(first.log, pair[1]), (second.log, pair[0])]
-        reached = [dict(_REACHED.findall(text)).get(peer) for text, peer in logs]
-        moved = [dict(_LEFT.findall(text)).get(peer) for text, peer in logs]
+        reached, moved = (
+            [dict(reversed(pattern.findall(text))).get(peer) for text, peer in logs]  # the first
+            for pattern in (_REACHED, _LEFT)
+        )
         return Cell(ways, _floats(reached), _floats(moved), rate)
 
 
