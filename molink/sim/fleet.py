@@ -1,10 +1,13 @@
 """Simulation of many pipelines with shared PCs, churn and a router."""
 
 import random
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 
 from molink.bench.report import Report, summarize
 from molink.bench.workload import PlannedRequest
+from molink.errors import UsageError
 from molink.routing.base import PipelineLoad, RoutedPrompt, Router
 from molink.routing.cache_report import span_digests
 from molink.routing.create import create_router
@@ -13,6 +16,7 @@ from molink.sim.clients import Clients, ServingRing
 from molink.sim.event_queue import EventQueue, FleetEventQueue, assign_regions
 from molink.sim.fleet_pipeline import FleetPipeline, RingEpoch, RingTemplates
 from molink.sim.pc import SimPc, Uplink
+from molink.sim.profiles import LinkProfile
 from molink.sim.scenario import Scenario
 from molink.sim.simulate import GRACE_S, disable_gc
 from molink.sim.workload import check_ranges
@@ -40,6 +44,8 @@ class FleetScenario:
     PCs of different pipelines. A PC leaves ``departures_per_hour`` times per hour on average,
     without notice, for ``away_s`` seconds on average.
 
+    With ``rings`` each pipeline has its own ring, on PCs of its own, and the workload of ``ring``.
+
     Raises:
         UsageError: a number is out of range, or the router is unknown.
     """
@@ -51,6 +57,7 @@ class FleetScenario:
     router: str = "least-loaded"
     departures_per_hour: float = 0.0
     away_s: float = 600.0
+    rings: tuple[Scenario, ...] = ()
 
     def __post_init__(self) -> None:
         stages = self.ring.stages
@@ -64,9 +71,13 @@ class FleetScenario:
             }
         )
         create_router(self.router)
+        if self.rings and (len(self.rings) != self.pipelines or self.peers_per_uplink != 1):
+            raise UsageError("--pipelines counts the rings, and their PCs share no uplink")
 
     @property
     def pc_count(self) -> int:
+        if self.rings:
+            return sum(ring.stages for ring in self.rings)
         return self.peers or self.pipelines * self.ring.stages
 
     @property
@@ -75,8 +86,21 @@ class FleetScenario:
         return -(-self.pipelines * self.ring.stages // self.pc_count)
 
     @property
+    def uplink_profiles(self) -> Sequence[LinkProfile]:
+        """The link behind each uplink: those of different rings, stage by stage, or all alike."""
+        if self.rings:
+            return [ring.link_from(stage) for ring in self.rings for stage in range(ring.stages)]
+        return [self.ring.link] * -(-self.pc_count // self.peers_per_uplink)
+
+    @property
     def pipeline_pcs(self) -> list[list[int]]:
         """The PCs of each pipeline, spares last."""
+        if self.rings:
+            ends = accumulate(ring.stages for ring in self.rings)
+            return [
+                list(range(end - ring.stages, end))
+                for ring, end in zip(self.rings, ends, strict=True)
+            ]
         stages, count = self.ring.stages, self.pc_count
         found = [
             [(pipeline * stages + stage) % count for stage in range(stages)]
@@ -184,10 +208,7 @@ class _FleetSimulation:
 
     def __init__(self, fleet: FleetScenario, router: Router) -> None:
         ring, count = fleet.ring, fleet.pc_count
-        uplinks = [
-            Uplink(ring.link.rate, ring.link.queue)
-            for _ in range(-(-count // fleet.peers_per_uplink))
-        ]
+        uplinks = [Uplink(link.rate, link.queue) for link in fleet.uplink_profiles]
         self.pcs = [SimPc(uplinks[index % len(uplinks)]) for index in range(count)]
         members = [[self.pcs[index] for index in each] for each in fleet.pipeline_pcs]
         where = assign_regions(members)
@@ -205,12 +226,13 @@ class _FleetSimulation:
         #: Rings that report their caches to the router, with the last reported version of each.
         self._shares = fleet.ring.workload.has_shared_prefixes and self.router.reads_spans
         self._versions: dict[str, tuple[RingEpoch, int]] = {}
-        templates = RingTemplates(ring, fleet.tenants)
+        common = RingTemplates(ring, fleet.tenants)
+        templates = [RingTemplates(one, 1) for one in fleet.rings] or [common] * fleet.pipelines
         self.pipelines = [
             FleetPipeline(
                 PipelineLoad(str(number)),
                 pcs,
-                templates,
+                templates[number],
                 self,
                 self.events.region_queue(where[number]),
             )

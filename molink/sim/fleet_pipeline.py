@@ -32,7 +32,12 @@ class RingTemplates:
         }
 
     def for_stages(self, stages: int) -> RingTemplate | None:
-        """Return the template for ``stages`` stages; ``None`` if they can't hold the model."""
+        """Return the template for ``stages`` stages; ``None`` if they can't hold the model.
+
+        Stages that are described one by one can't be fewer.
+        """
+        if self.scenario.devices and stages < self.scenario.stages:
+            return None
         if stages not in self._templates:
             try:
                 found = RingTemplate.from_scenario(

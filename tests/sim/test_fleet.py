@@ -79,6 +79,24 @@ def test_departures_cost_time_but_no_tokens(ring: Scenario) -> None:
     assert outcome.report.latency_s.p99 > calm.report.latency_s.p99
 
 
+def test_different_rings_share_the_load(ring: Scenario) -> None:
+    alike = simulate_fleet(FleetScenario(ring, 2))
+    again = simulate_fleet(FleetScenario(ring, 2, rings=(ring, ring)))
+    assert again.report == alike.report
+    links = tuple(LinkProfile(mbps, 40) for mbps in (50, 100))
+    slow = replace(ring, workload=replace(ring.workload, rate=0.2, duration=60.0))
+    far = replace(slow, stages=2, links=links, devices=("rtx4090", "rtx3090"))
+    mixed = simulate_fleet(
+        FleetScenario(slow, 2, rings=(slow, far), departures_per_hour=60.0, away_s=10.0)
+    )
+    assert_all_done(mixed)
+    assert mixed.num_departures > 0
+    assert mean_tpot(mixed) > mean_tpot(simulate_fleet(FleetScenario(slow, 2)))
+    assert len(mixed.busy_shares) == 4
+    with pytest.raises(UsageError, match="counts the rings"):
+        FleetScenario(ring, 3, rings=(ring, far))
+
+
 def test_requests_wait_without_a_pipeline(ring: Scenario) -> None:
     # Two of the three PCs can't hold it.
     large = replace(ring, device="rtx3060", model="llama-2-13b", stages=3)
@@ -99,9 +117,10 @@ def test_simulations_are_deterministic(ring: Scenario) -> None:
 
 def test_shared_pcs_or_uplinks_are_slower(ring: Scenario) -> None:
     narrow = replace(ring, link=LinkProfile(20, 10), compression="none")
+    alike = FleetScenario(narrow, 4)
     own, one_home, one_pc = (
-        simulate_fleet(FleetScenario(narrow, 4, **more))
-        for more in ({}, {"peers_per_uplink": 8}, {"peers": 4})
+        simulate_fleet(fleet)
+        for fleet in (alike, replace(alike, peers_per_uplink=8), replace(alike, peers=4))
     )
     for outcome in (own, one_home, one_pc):
         assert_all_done(outcome)

@@ -9,7 +9,7 @@ from molink.swarm.placement.partition import StageCosts, StageHost
 from tools.placement.__main__ import compare_placements, count_visits, ring_order
 from tools.placement.exhaustive import ExhaustiveSearch, RingCosts
 from tools.placement.swarm import Swarm, read_swarms
-from tools.placement.world import World, allocate_pipelines, simulate_ring
+from tools.placement.world import World, allocate_pipelines, simulate_pipelines
 
 SWARMS = list(read_swarms())
 
@@ -47,9 +47,10 @@ def test_world_of_forty_pcs_is_placed_and_simulated() -> None:
     world = World({**World.read_file().description, "peers": 40})
     rings, _, _ = allocate_pipelines(world, world.measure_links(), 2)
     assert len(rings) == 2
-    report = simulate_ring(world, rings[0]).report
+    report = simulate_pipelines(world, rings).report
     assert report.completed > 0
-    assert report.tpot_s.mean == pytest.approx(rings[0].round_trip_time, rel=0.2)
+    slowest = max(ring.round_trip_time for ring in rings)
+    assert report.tpot_s.p50 == pytest.approx(slowest, rel=0.3)
 
 
 def test_exhaustive_search_finds_the_best_of_all_rings() -> None:

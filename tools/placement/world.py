@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal, get_args
@@ -18,10 +19,10 @@ from typing import Any, Literal, get_args
 from molink.facts.model import Objective
 from molink.facts.ring_times import HANDLING_S
 from molink.sim.data_sheet_candidates import make_candidate
+from molink.sim.fleet import FleetOutcome, FleetScenario, simulate_fleet
 from molink.sim.model_description import ModelDescription
 from molink.sim.profiles import MBPS, LinkProfile
 from molink.sim.scenario import Scenario
-from molink.sim.simulate import SimulationOutcome, simulate_scenario
 from molink.sim.workload import Workload
 from molink.swarm.controller.records import DesiredModel
 from molink.swarm.placement.allocation import PeerDemand, allocate_peers
@@ -32,6 +33,8 @@ _FOLDER = Path(__file__).resolve().parent
 _REGIONS = _FOLDER.parents[1] / "configs" / "links" / "regions"
 #: Round trips until two PCs are connected: TCP, and the handshake of an encrypted ZeroMQ socket.
 CONNECT_ROUND_TRIPS = 5
+#: Departures of a PC per hour in the simulation, and seconds of absence.
+_DEPARTURES_PER_HOUR, _AWAY_S = 1.0, 60.0
 #: Requests per second of each pipeline in the simulation, and the simulation's seconds.
 _RATE, _DURATION_S = 0.02, 400.0
 
@@ -166,26 +169,36 @@ def allocate_pipelines(
     return rings, allocating, time.process_time() - began
 
 
-def simulate_ring(world: World, placed: Placement) -> SimulationOutcome:
-    """A ring under load, in virtual time."""
-    order = [int(stage.peer.removeprefix("pc")) for stage in placed.stages]
-    hops = zip(order, order[1:] + order[:1], strict=True)
-    links = tuple(
-        LinkProfile(
-            world.rate(i, j) / MBPS, 1000 * world.latency(i, j), handling_ms=1000 * HANDLING_S
+def simulate_pipelines(world: World, rings: Sequence[Placement]) -> FleetOutcome:
+    """The pipelines under load in virtual time, with PCs that leave without notice."""
+    workload = Workload(_RATE * len(rings), _DURATION_S, output_tokens=64)
+    scenarios = tuple(_describe_ring(world, ring, workload) for ring in rings)
+    return simulate_fleet(
+        FleetScenario(
+            scenarios[0],
+            len(rings),
+            departures_per_hour=_DEPARTURES_PER_HOUR,
+            away_s=_AWAY_S,
+            rings=scenarios,
         )
-        for i, j in hops
     )
-    scenario = Scenario(
-        Workload(_RATE, _DURATION_S, seed=order[0], output_tokens=64),
+
+
+def _describe_ring(world: World, placed: Placement, workload: Workload) -> Scenario:
+    order = [int(stage.peer.removeprefix("pc")) for stage in placed.stages]
+    handling_ms = 1000 * HANDLING_S
+    links = tuple(
+        LinkProfile(world.rate(i, j) / MBPS, 1000 * world.latency(i, j), handling_ms=handling_ms)
+        for i, j in pairwise([*order, order[0]])
+    )
+    return Scenario(
+        workload,
         stages=len(order),
         model=world.description["model"],
         devices=tuple(world.candidates[index].name.partition(" ")[0] for index in order),
         layers=tuple(last - first for first, last in (stage.layers for stage in placed.stages)),
         links=links,
-        link=links[0],
     )
-    return simulate_scenario(scenario)
 
 
 def _describe(seconds: Sequence[float]) -> str:
@@ -235,15 +248,18 @@ def _print_placements(world: World) -> None:
             f"| {allocating:.2f} + {placing:.2f} "
             f"| {_describe([ring.round_trip_time for ring in rings])} |"
         )
-    print("\n| simulated | requests | TTFT, ms: median / longest | TPOT, ms | CPU s |")
-    print("|---|--:|--:|--:|--:|")
+    print("\n| simulated | requests | lost | TTFT, ms: p50 / p99 | TPOT, ms: p50 / p99 | CPU s |")
+    print("|---|--:|--:|--:|--:|--:|")
     began = time.process_time()
-    reports = [simulate_ring(world, ring).report for ring in rings]
-    ttft = _describe([report.ttft_s.mean or 0.0 for report in reports])
-    tpot = _describe([report.tpot_s.mean or 0.0 for report in reports])
-    done = sum(report.completed for report in reports)
+    outcome = simulate_pipelines(world, rings)
+    report, spent = outcome.report, time.process_time() - began
+    ttft, tpot = (
+        f"{1000 * (one.p50 or 0.0):.0f} / {1000 * (one.p99 or 0.0):.0f}"
+        for one in (report.ttft_s, report.tpot_s)
+    )
     print(
-        f"| {len(rings)} pipelines | {done} | {ttft} | {tpot} | {time.process_time() - began:.0f} |"
+        f"| {len(rings)} pipelines, {outcome.num_departures} PCs left | {report.completed} "
+        f"| {outcome.num_lost} | {ttft} | {tpot} | {spent:.0f} |"
     )
 
 
