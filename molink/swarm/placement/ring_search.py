@@ -215,7 +215,7 @@ def _starts(task: RingTask, able: Sequence[int], min_stages: int) -> Iterator[_S
 def _neighbourhoods(
     task: RingTask, able: Sequence[int], fastest: Sequence[int], min_stages: int
 ) -> list[list[int]]:
-    """Yield the peers around the best centres, the most useful first.
+    """Return the peers around the best centres, the most useful first.
 
     A peer is useful if its link and its layers take little time per layer that it holds.
     """
