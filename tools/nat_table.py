@@ -1,12 +1,13 @@
 """Which way PCs behind each pair of routers connect, how soon, and how fast they serve.
 
     python -m tools.nat_table [--kinds open,port-cone,symmetric] [--row symmetric] [--delay-ms 10]
+    python -m tools.nat_table --lead-from-home
 
 For each pair two PCs serve the demo model together, four layers each, beside a third without layers
 and a rendezvous at port 443, which have IPv4 and IPv6 and no router (Linux, root, nftables;
 :mod:`tools.wan.homes`). A cell says how the first PC reaches the second and back, in how many
 seconds after it has learnt of it, and the tokens per second of one stream; or the reason why the
-two don't serve.
+two don't serve. With ``--lead-from-home`` there is no third: the first PC of each pair leads.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import statistics
 import subprocess
 import sys
@@ -133,8 +135,11 @@ class Pc:
 class Table:
     """A hub that all can reach, and two homes of each kind, one PC of each running at a time."""
 
-    def __init__(self, folder: Path, kinds: Sequence[Kind], delay_ms: float) -> None:
-        self._kinds = kinds
+    def __init__(
+        self, folder: Path, kinds: Sequence[Kind], delay_ms: float, *, leads_from_home: bool
+    ) -> None:
+        """``leads_from_home``: the first PC of each pair leads, and the hub does nothing."""
+        self._kinds, self._leads_from_home = kinds, leads_from_home
         behind: list[Kind] = ["open", "open", *kinds, *kinds]
         nodes = [Node(f"home{index}", delay_ms=delay_ms) for index in range(len(behind))]
         self._homes = Homes(nodes, behind)
@@ -144,7 +149,8 @@ class Table:
             Pc(self._homes, index, name, kind, folder)
             for index, (name, kind) in enumerate(zip(names, behind, strict=True))
         ]
-        self._token = ""
+        self._leader = self._pcs[0]
+        self._token = self._address = ""
 
     @contextlib.contextmanager
     def open(self) -> Iterator[None]:
@@ -153,16 +159,36 @@ class Table:
             self._homes.name_host(1, _MEETING)
             hub, meeting = self._pcs[:2]
             meeting.run("rendezvous", "--port", "443", "--advertise", _MEETING)
-            address = meeting.wait_for(_RENDEZVOUS)
-            hub.start("up", "--stage", "none", "--rendezvous", address)
-            hub.wait_for(OPENED)
-            self._token = hub.ask(*INVITE[3:])
+            self._address = meeting.wait_for(_RENDEZVOUS)
+            if not self._leads_from_home:
+                self._found_swarm(hub, "none")
             yield
+
+    def _found_swarm(self, leader: Pc, stage: str) -> None:
+        leader.start("up", "--stage", stage, "--rendezvous", self._address)
+        leader.wait_for(OPENED)
+        self._leader, self._token = leader, leader.ask(*INVITE[3:])
+
+    @contextlib.contextmanager
+    def _run_first(self, index: int, stage: str) -> Iterator[Pc]:
+        """Run the first PC of pairs, as a member or as the leader."""
+        if not self._leads_from_home:
+            with self.join(index, stage) as pc:
+                yield pc
+            return
+        pc = self._pcs[index]
+        try:
+            self._found_swarm(pc, stage)
+            yield pc
+        finally:
+            pc.stop()
 
     @contextlib.contextmanager
     def join(self, index: int, stage: str) -> Iterator[Pc]:
         """Run a PC with fixed layers, as a member."""
         pc = self._pcs[index]
+        if self._leads_from_home:
+            shutil.rmtree(pc.home, ignore_errors=True)  # a member of the last leader's swarm
         pc.start("join", self._token, "--stage", stage)
         try:
             yield pc
@@ -175,7 +201,7 @@ class Table:
         for row, first_kind in enumerate(self._kinds):
             if first_kind not in rows:
                 continue
-            with self.join(2 + row, "1-4") as first:
+            with self._run_first(2 + row, "1-4") as first:
                 for column in range(row, count):
                     with self.join(2 + count + column, "5-8") as second:
                         cell = self._measure_pair(first, second, tokens)
@@ -185,7 +211,7 @@ class Table:
         until = time.monotonic() + _SERVE_S
         status: dict[str, Any] = {}
         while time.monotonic() < until:
-            status = json.loads(self._pcs[0].ask("status", "--json") or "{}")
+            status = json.loads(self._leader.ask("status", "--json") or "{}")
             ids = {one["name"]: one["id"] for one in status.get("peers", ())}
             pair = ids.get(first.name, ""), ids.get(second.name, "")
             rings = status.get("pipelines", ())
@@ -198,7 +224,7 @@ class Table:
             rate = first.stream(tokens)
         except (RuntimeError, subprocess.TimeoutExpired) as error:
             return Cell(failure=str(error))
-        status = json.loads(self._pcs[0].ask("status", "--json") or "{}")
+        status = json.loads(self._leader.ask("status", "--json") or "{}")
         ways = tuple(_find_way(status, *ends) for ends in (pair, pair[::-1]))
         logs = [(first.log, pair[1]), (second.log, pair[0])]
         reached, moved = (
@@ -259,6 +285,7 @@ def main() -> int:
     parser.add_argument("--row", choices=KINDS, help="only pairs of which this is the first")
     parser.add_argument("--delay-ms", type=float, default=10.0, help="one way, of each home")
     parser.add_argument("--tokens", type=int, default=48, help="of the measured stream")
+    parser.add_argument("--lead-from-home", action="store_true", help="no PC is outside")
     options = parser.parse_args()
     reason = homes_unavailable()
     if reason is not None:
@@ -267,7 +294,7 @@ def main() -> int:
     rows: list[Kind] = [options.row] if options.row else kinds
     found: dict[tuple[Kind, Kind], Cell] = {}
     with tempfile.TemporaryDirectory() as folder:
-        table = Table(Path(folder), kinds, options.delay_ms)
+        table = Table(Path(folder), kinds, options.delay_ms, leads_from_home=options.lead_from_home)
         with table.open():
             for first, second, cell in table.measure(options.tokens, rows):
                 found[first, second] = cell

@@ -25,11 +25,15 @@ class Homes:
     def __init__(self, root: Path, tools: type[Tools]) -> None:
         self.root, self.tools = root, tools
         self.running: dict[str, Process] = {}
-        options = ["rendezvous", "--host", "127.0.0.1", "--port", "0"]
-        server = self.rendezvous = tools.Process(root / "server", options)
-        self.running["server"] = server
+        server = self.serve("0")
         tools.wait_for(lambda: "--rendezvous" in server.output, server)
         self.address = server.output.split("--rendezvous ")[1].split()[0]
+
+    def serve(self, port: str) -> Process:
+        """Start the rendezvous."""
+        options = ["rendezvous", "--host", "127.0.0.1", "--port", port]
+        server = self.running["server"] = self.tools.Process(self.root / "server", options)
+        return server
 
     def options(self, name: str, *more: str) -> list[str]:
         first = random.randrange(10_000, 30_000)
@@ -143,6 +147,20 @@ def test_the_next_leader_can_not_be_dialled_either(homes: Homes, tools: type[Too
     # The first one comes back, and follows.
     again = homes.up("first", "--stage", "none")
     tools.wait_for(lambda: led_by(again) == "second" and len(online(again)) == 4, again)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_rendezvous_vanishes_and_returns(homes: Homes, tools: type[Tools]) -> None:
+    """Each PC goes on alone meanwhile."""
+    first = homes.up("first", "--stage", "none")
+    second = homes.join("second", homes.invite("first"), "--stage", "none")
+    tools.wait_for(lambda: online(first) == online(second) == ["first", "second"], second)
+    homes.kill("server")
+    tools.wait_for(lambda: led_by(second) == "second" and led_by(first) == "first", second)
+    homes.serve(homes.address.rpartition(":")[2])
+    tools.wait_for(lambda: online(first) == online(second) == ["first", "second"], second)
+    assert led_by(first) == led_by(second)
 
 
 @pytest.mark.slow

@@ -1,10 +1,12 @@
 """Joins a swarm over the network: with a token, or again after a ban.
 
 A token names several ways to the coordinator: its addresses, the rendezvous, and other members that
-know where it runs. They are tried side by side, the best first.
+know where it runs. They are tried side by side, but members only when the coordinator is late: they
+could send this PC elsewhere.
 """
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Coroutine, Sequence
@@ -43,8 +45,9 @@ log = logging.getLogger(__name__)
 _CONNECT_TIMEOUT_S, _JOIN_TIMEOUT_S = 8.0, 20.0
 #: Timeout of asking whether a ban was lifted, in seconds.
 _RENEW_TIMEOUT_S = 6.0
-#: When contact points and calls are tried, in seconds: an answer of the coordinator comes sooner.
-_CONTACT_DELAY_S, _CALL_DELAY_S = 1.0, 0.3
+#: When contact points are tried unless the coordinator is known to be unreachable, and when calls
+#: are, in seconds.
+_CONTACT_DELAY_S, _CALL_DELAY_S = 5.0, 0.3
 #: Retry interval after an overload or a broken connection, in seconds.
 _RETRY_S = 1.0
 #: Failed handshakes after which the server is considered a different one; a starting coordinator
@@ -70,7 +73,7 @@ class _Way:
     target: _Target
     endpoint: str
     label: str
-    delay: float
+    is_contact: bool
     is_call: bool = False
 
 
@@ -146,34 +149,46 @@ class _Joiner:
         Raises:
             MolinkError: No way leads to a reply, or the coordinator refuses.
         """
-        ways = [way for rank, one in enumerate(targets) for way in self._list_ways(one, rank)]
-        asking = {asyncio.create_task(self._ask_by(way)): way for way in ways}
+        ways = [way for one in targets for way in self._list_ways(one, one is not targets[0])]
+        is_late = asyncio.Event()
+        asking = {asyncio.create_task(self._ask_by(way, is_late)): way for way in ways}
         failures: dict[_Way, MolinkError] = {}
         try:
             pending = set(asking)
             while pending:
                 done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
+                    way = asking[task]
                     try:
-                        return asking[task], task.result()
+                        return way, task.result()
                     except (TokenError, Unavailable) as error:
-                        failures[asking[task]] = error
+                        failures[way] = error
+                    except MolinkError as error:
+                        if not way.is_contact:
+                            raise
+                        failures[way] = error  # only the coordinator decides
+                if all(asking[task].is_contact for task in pending):
+                    is_late.set()
         finally:
             await cancel_tasks(*asking)
         raise self._summarize([(way, failures[way]) for way in ways])
 
-    def _list_ways(self, target: _Target, rank: int) -> list[_Way]:
-        delay = _CONTACT_DELAY_S if rank else 0.0
-        ways = [_Way(target, f"tcp://{one}", one, delay) for one in target.addresses]
+    def _list_ways(self, target: _Target, is_contact: bool) -> list[_Way]:
+        ways = [_Way(target, f"tcp://{one}", one, is_contact) for one in target.addresses]
         if self._rendezvous is not None and target.peer:
             endpoint = self._rendezvous.local_endpoint(target.peer, target.wanted)
             label = f"the rendezvous {self._rendezvous.address.place}"
             if endpoint:
-                ways.append(_Way(target, endpoint, label, delay + _CALL_DELAY_S, is_call=True))
+                ways.append(_Way(target, endpoint, label, is_contact, is_call=True))
         return ways
 
-    async def _ask_by(self, way: _Way) -> ControlMessage:
-        await asyncio.sleep(way.delay)
+    async def _ask_by(self, way: _Way, is_late: asyncio.Event) -> ControlMessage:
+        if way.is_contact:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_CONTACT_DELAY_S):
+                    await is_late.wait()
+        if way.is_call:
+            await asyncio.sleep(_CALL_DELAY_S)
         refusals: asyncio.Queue[str] = asyncio.Queue()
         client: Client[ControlMessage] = Client(
             self._context,
@@ -218,10 +233,9 @@ class _Joiner:
 
     def _summarize(self, failures: Sequence[tuple[_Way, MolinkError]]) -> MolinkError:
         """One error for all ways that failed: what the swarm said, else why it wasn't reached."""
-        for kind in (TokenError, Unavailable):
-            for _, error in failures:
-                if isinstance(error, kind) and not isinstance(error, _NotReached):
-                    return error
+        said = [error for _, error in failures if not isinstance(error, _NotReached)]
+        if said:
+            return min(said, key=lambda error: not isinstance(error, TokenError))
         reasons = ", ".join(f"{way.label} {error}" for way, error in failures)
         text = f"can't join: {reasons}"
         if self._rendezvous is None:

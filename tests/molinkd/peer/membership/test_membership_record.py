@@ -1,5 +1,6 @@
 """The stored membership, join tokens, and joining over the wire."""
 
+import asyncio
 import time
 from pathlib import Path
 
@@ -239,8 +240,11 @@ async def test_no_reply(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
         await join_swarm(net.context, KeyPair.generate(), make_token("127.0.0.1:9"), "pc")
 
 
-async def test_a_peer_redirects_a_guest_to_the_coordinator(net: Net) -> None:
+async def test_a_peer_redirects_a_guest_to_the_coordinator(
+    net: Net, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The one that the token names is gone, and another PC leads."""
+    monkeypatch.setattr("molinkd.peer.membership.joining._CONTACT_DELAY_S", 0.0)
 
     def admit(sender: MessageSender, message: JoinRequest, _payload: memoryview | None) -> None:
         coordinator.send(sender.identity, JoinReply(ref=message.ref, swarm="s", peer="me"))
@@ -261,6 +265,32 @@ async def test_a_peer_redirects_a_guest_to_the_coordinator(net: Net) -> None:
     )
     joined = await join_swarm(net.context, KeyPair.generate(), token, "pc")
     assert joined.addresses == (f"127.0.0.1:{coordinator.port}",)
+
+
+async def test_a_hostile_contact_point_can_not_answer_for_the_coordinator(
+    net: Net, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It says that this PC was removed, before the slow coordinator answers."""
+    monkeypatch.setattr("molinkd.peer.membership.joining._CONTACT_DELAY_S", 0.0)
+
+    async def admit(sender: MessageSender, message: JoinRequest, _: memoryview | None) -> None:
+        await asked.wait()
+        coordinator.send(sender.identity, JoinReply(ref=message.ref, swarm="s", peer="me"))
+
+    def refuse(*_: object) -> None:
+        asked.set()
+        raise PeerBanned("this PC was removed")
+
+    asked = asyncio.Event()
+    coordinator = net.server(control_codec(), admit)
+    member = net.server(control_codec(), refuse)
+    net.gatekeeper.allow_peer(INVITATION.public, "invite:1")
+    token = msgspec.structs.replace(
+        make_token(f"127.0.0.1:{coordinator.port}", net.keys.public),
+        contact_points=(ContactPoint(net.keys.public, (f"127.0.0.1:{member.port}",)),),
+    )
+    joined = await join_swarm(net.context, KeyPair.generate(), token, "pc")
+    assert joined.addresses == token.addresses
 
 
 @pytest.mark.parametrize("answer", [PeerBanned("this PC was removed"), None])

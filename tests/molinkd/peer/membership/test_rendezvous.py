@@ -182,6 +182,25 @@ async def test_a_rendezvous_that_is_gone_comes_back(bench: Bench) -> None:
     assert await talk(await bench.call()) == b"L"
 
 
+async def test_a_lasting_failure_is_reported_once(bench: Bench) -> None:
+    problems: list[str] = []
+    bench.registered.on_problem = problems.append
+    await bench.server.close()
+    tries = []
+    bench.registered._explain = lambda _: str(tries.append(1) or "is gone")  # type: ignore[method-assign]
+    bench.registered.start(lambda _: 0)
+    await until(lambda: len(tries) > 8)
+    assert problems == [f"the rendezvous {bench.address.place} is gone"]
+
+
+def test_a_far_rendezvous_gets_more_time() -> None:
+    client = RendezvousClient(RendezvousAddress(SECRET, "meet.example", 1), OTHER, "127.0.0.1")
+    found = []
+    for client._round_trip in (0.0, 0.01, 0.1, 5.0):
+        found.append(client.stretch_timeout(1.0))
+    assert found == [1.0, 1.0, 2.0, client_module.MAX_TIMEOUT_S]
+
+
 async def test_a_wrong_secret(bench: Bench) -> None:
     await bench.register()
     address = bench.address._replace(secret=b"w" * 16)
