@@ -150,6 +150,19 @@ def test_the_next_leader_can_not_be_dialled_either(homes: Homes, tools: type[Too
 
 
 @pytest.mark.slow
+def test_a_coordinator_without_a_daemon(homes: Homes, tools: type[Tools]) -> None:
+    options = ["--host", "127.0.0.1", "--port", "0", "--advertise", UNREACHABLE["first"]]
+    alone = homes.running["first"] = tools.Process(
+        homes.root / "first",
+        ["coordinator", *options],
+        variables={"MOLINK_RENDEZVOUS": homes.address},
+    )
+    tools.wait_for(alone.home.membership.exists, alone)
+    second = homes.join("second", homes.invite("first"), "--stage", "none")
+    tools.wait_for(lambda: online(second) == ["second"], second)
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_rendezvous_vanishes_and_returns(homes: Homes, tools: type[Tools]) -> None:
     """Each PC goes on alone meanwhile."""

@@ -5,14 +5,17 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
 from molink.errors import UsageError
+from molink.facts.identity import derive_peer_id
 from molink.plaintext import printable
 from molink.swarm.election.events import StartCoordinatorAction
+from molink.wire.messages.rendezvous import COORDINATOR
 from molink.wire.sockets.event_loop import EventLoop
 from molink.wire.sockets.key_pair import KeyPair
 from molinkd.peer.election.coordinator_process import create_coordinator_process
 from molinkd.peer.home import Home, HomeLock
 from molinkd.peer.membership.addresses import advertised_addresses, local_dial_host
 from molinkd.peer.membership.membership_record import MembershipRecord, read_membership
+from molinkd.peer.membership.rendezvous_client import open_rendezvous
 from molinkd.peer.settings import Settings
 from molinkd.platform import until_terminated
 
@@ -59,12 +62,21 @@ async def _run(home: Home, settings: Settings, known: MembershipRecord | None) -
             )
             stack.push_async_callback(process.close)
             announcement = await process.start()
+            rendezvous = open_rendezvous(
+                settings.rendezvous, place.keys, local_dial_host(settings.host)
+            )
+            if rendezvous is not None:
+                stack.push_async_callback(rendezvous.close)
+                rendezvous.on_problem = lambda text: print(printable(text), flush=True)
+                rendezvous.start(lambda wanted: process.port if wanted == COORDINATOR else 0)
             membership = MembershipRecord(
                 swarm=announcement.swarm,
                 coordinator_key=announcement.public_key,
                 addresses=(f"{local_dial_host(settings.host)}:{announcement.port}",),
                 is_founder=True,
                 model=known.model if known is not None else None,
+                rendezvous="" if rendezvous is None else str(rendezvous.address),
+                first_leader=derive_peer_id(place.keys.public),
             )
             membership.save(home.membership)
             invite = home.format_command("invite")

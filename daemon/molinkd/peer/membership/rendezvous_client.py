@@ -198,7 +198,7 @@ class RendezvousClient:
                 if answer == NOBODY:
                     raise Unavailable("knows nothing of that PC")
                 if answer != JOINED:
-                    raise ConnectionError("is no rendezvous")
+                    raise Unavailable("is no rendezvous")
             except BaseException:
                 stream[1].transport.abort()
                 raise
@@ -220,17 +220,19 @@ class RendezvousClient:
         return reader, writer
 
     def _explain(self, error: Exception) -> str:
-        if isinstance(error, TimeoutError):
-            return "doesn't answer"
-        if isinstance(error, EOFError):
-            return "refuses this PC: its secret has changed, or it is full"
-        if isinstance(error, ConnectionRefusedError):
-            return "refuses connections"
-        if isinstance(error, socket.gaierror):
-            return "has an unknown name"
-        if isinstance(error, OSError) and error.strerror:
-            return f"can't be reached: {error.strerror}"
-        return str(error)
+        """What the rendezvous does, as the end of a sentence."""
+        match error:
+            case Unavailable():
+                return str(error)
+            case EOFError():
+                return "refuses this PC: its secret has changed, or it is full"
+            case ConnectionRefusedError():
+                return "refuses connections"
+            case socket.gaierror():
+                return "has an unknown name"
+            case OSError(strerror=str(reason)) if not isinstance(error, TimeoutError):
+                return f"can't be reached: {reason}"
+        return "doesn't answer"
 
     # --- answers ---
 
