@@ -6,8 +6,9 @@ import json
 import sys
 import time
 import unicodedata
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing, suppress
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -40,13 +41,14 @@ def run_chat(
     system: str | None = None,
     max_tokens: int | None = None,
     temperature: float | None = None,
+    images: Sequence[Path] = (),
     format_command: Callable[[str], str] = FORMAT_COMMAND,
 ) -> int:
     """Chat with the model at ``base_url`` (which ends with ``/v1``); returns an exit code.
 
     With ``text``, or if standard input is not a terminal, prints one answer. Otherwise prompts
-    until ``/exit`` or end of input. ``model`` defaults to the endpoint's first. Errors are printed
-    to standard error.
+    until ``/exit`` or end of input. ``model`` defaults to the endpoint's first; the first question
+    goes with ``images``. Errors are printed to standard error.
     """
     options = {"max_tokens": max_tokens, "temperature": temperature}
     options = {name: value for name, value in options.items() if value is not None}
@@ -58,6 +60,8 @@ def run_chat(
             conversation = Conversation(
                 base_url, model or "", api_key, system, options, [], format_command
             )
+            for path in images:
+                conversation.attach_image(path)
             conversation.model = model or runner.run(_first_model(conversation))
             if text is not None:
                 return _one_shot(runner, conversation, text)
@@ -72,7 +76,7 @@ def run_chat(
 def _one_shot(runner: asyncio.Runner, conversation: Conversation, text: str) -> int:
     if not text:
         raise UsageError("nothing to ask: pass a text, or run it in a terminal")
-    conversation.messages.append({"role": "user", "content": text})
+    conversation.add_question(text)
     runner.run(_print_answer(conversation, Console(highlight=False)))
     return 0
 
@@ -117,9 +121,9 @@ def _ask_question(
     console: Console,
     errors: Console,
 ) -> None:
-    """Ask one question; without an answer the question is dropped."""
+    """Ask one question; without an answer it is dropped, with its images."""
     asked = len(conversation.messages)
-    conversation.messages.append({"role": "user", "content": question})
+    conversation.add_question(question)
     try:
         runner.run(_print_answer(conversation, console))
     except KeyboardInterrupt:

@@ -1,5 +1,7 @@
 """The state of a conversation in the terminal, and its commands, as ``ollama run`` has them."""
 
+import base64
+import mimetypes
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +17,8 @@ _COMMAND = re.compile(r"/[A-Za-z?]+")
 FORMAT_COMMAND = "`molink {}`".format
 #: Begins and ends a question of several lines.
 QUOTES = '"""'
+#: Largest image file, in bytes; the endpoint takes requests of 32 MiB, a third of it for base64.
+MAX_IMAGE_BYTES = 20 << 20
 #: Parameters of ``/set parameter``: the request's field, and how its value is read. The first names
 #: are Ollama's.
 _PARAMETERS: dict[str, tuple[str, Callable[[str], object]]] = {
@@ -38,6 +42,7 @@ HELP = f"""\
 /set format json, noformat  answers as JSON, or as any text
 /set verbose, quiet         whether to show tokens and times of each answer
 /show info, parameters, system, messages
+/image FILE                 show the model an image with the next question
 /model NAME                 ask another model from now on
 /save FILE, /load FILE      write the conversation to a file, or continue one
 /clear                      forget the conversation; the settings stay
@@ -50,7 +55,7 @@ class _Message(msgspec.Struct):
     """A message of a saved conversation."""
 
     role: Annotated[str, msgspec.Meta(min_length=1)]
-    content: str
+    content: str | list[dict[str, Any]]
 
 
 class _SavedConversation(msgspec.Struct):
@@ -66,7 +71,7 @@ class Conversation(msgspec.Struct):
     """The state sent with each question. ``options`` are extra request fields.
 
     ``format_command`` is ``Home.format_command`` of the endpoint's home. ``usage`` counts the
-    tokens of the last answer, if ``is_verbose``.
+    tokens of the last answer, if ``is_verbose``. ``images`` are parts of the next question.
     """
 
     base_url: str
@@ -74,10 +79,34 @@ class Conversation(msgspec.Struct):
     api_key: str | None = None
     system: str | None = None
     options: dict[str, Any] = {}
-    messages: list[dict[str, str]] = []
+    messages: list[dict[str, Any]] = []
     format_command: Callable[[str], str] = FORMAT_COMMAND
     is_verbose: bool = False
     usage: dict[str, int] = {}
+    images: list[dict[str, Any]] = []
+
+    def attach_image(self, path: Path) -> None:
+        """Show the image in ``path`` with the next question.
+
+        Raises:
+            UsageError: the file can't be read, or is too large.
+        """
+        try:
+            with path.open("rb") as file:
+                data = file.read(MAX_IMAGE_BYTES + 1)
+        except OSError as error:
+            raise UsageError(f"can't read {path}: {error.strerror or error}") from None
+        if len(data) > MAX_IMAGE_BYTES:
+            raise UsageError(f"{path} is larger than {MAX_IMAGE_BYTES >> 20} MiB")
+        kind = mimetypes.guess_type(path.name)[0] or "image/png"
+        url = f"data:{kind};base64,{base64.b64encode(data).decode()}"
+        self.images.append({"type": "image_url", "image_url": {"url": url}})
+
+    def add_question(self, text: str) -> None:
+        """Append a question with the images that were attached to it."""
+        content = [*self.images, {"type": "text", "text": text}] if self.images else text
+        self.messages.append({"role": "user", "content": content})
+        self.images = []
 
     def request_body(self) -> dict[str, Any]:
         """Return the request for the next answer."""
@@ -145,6 +174,7 @@ def run_command(conversation: Conversation, line: str) -> str | None:
             return HELP
         case "/clear":
             conversation.messages.clear()
+            conversation.images.clear()
             return "Conversation cleared."
         case "/set":
             return _set_option(conversation, rest)
@@ -152,7 +182,7 @@ def run_command(conversation: Conversation, line: str) -> str | None:
             return _set_option(conversation, f"system {rest}")
         case "/show":
             return _show_state(conversation, rest or "info")
-        case "/model" | "/save" | "/load":
+        case "/model" | "/image" | "/save" | "/load":
             return _run_named(conversation, word, rest)
     if rest:
         return None  # a question that starts with a slash
@@ -168,6 +198,9 @@ def _run_named(conversation: Conversation, word: str, name: str) -> str:
         case "/model":
             conversation.model = name
             return f"Asking {name} from now on."
+        case "/image":
+            conversation.attach_image(path)
+            return f"{path.name} goes with the next question."
         case "/save":
             conversation.save_file(path)
             return f"Saved to {path}."
@@ -224,6 +257,13 @@ def _show_state(conversation: Conversation, what: str) -> str:
         case "system":
             return conversation.system or "No system prompt: the model's default."
         case "messages":
-            lines = (f"{one['role']}: {one['content']}" for one in conversation.messages)
+            lines = (f"{one['role']}: {_text_of(one['content'])}" for one in conversation.messages)
             return "\n\n".join(lines) or "No messages yet."
     raise UsageError(f"can't show {what!r}: info, parameters, system or messages")
+
+
+def _text_of(content: str | list[dict[str, Any]]) -> str:
+    """The text of a message, with a word for each image."""
+    if isinstance(content, str):
+        return content
+    return " ".join(str(part.get("text", "(image)")) for part in content)

@@ -72,6 +72,13 @@ def chat(
             min=0.0, help="Sampling temperature; 0 = deterministic.  [default: the model's, or 0.8]"
         ),
     ] = None,
+    images: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--image",
+            help="Image to show with the question; may be given several times.  [default: none]",
+        ),
+    ] = None,
     home: HomeOption = None,
 ) -> None:
     """Chat with a model, or ask one question."""
@@ -91,6 +98,7 @@ def chat(
         system=system,
         max_tokens=max_tokens,
         temperature=temperature,
+        images=images or (),
         format_command=place.format_command,
     )
     raise typer.Exit(code)

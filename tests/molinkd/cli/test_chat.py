@@ -14,6 +14,7 @@ import pytest
 
 from molinkd.cli import chat
 from molinkd.cli.chat import EventParser, run_chat
+from molinkd.cli.conversation import MAX_IMAGE_BYTES
 from molinkd.cli.main import run
 from molinkd.peer.home import Home, RunFile
 
@@ -334,3 +335,31 @@ def test_event_parser_at_any_boundary() -> None:
         parts = [data[index : index + size] for index in range(0, len(data), size)]
         events = [event for part in parts for event in parser.feed(part)]
         assert events == [b'{"a":1}', b'{"b":2}', b"[DONE]"]
+
+
+def test_images_go_with_the_next_question(
+    endpoint: Endpoint,
+    typing_in: Callable[..., None],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    image, large, talk = tmp_path / "fox.jpg", tmp_path / "large.png", tmp_path / "talk.json"
+    image.write_bytes(b"fox")
+    large.write_bytes(bytes(MAX_IMAGE_BYTES + 1))
+    url = {"url": "data:image/jpeg;base64,Zm94"}
+    shown = [{"type": "image_url", "image_url": url}, {"type": "text", "text": "What is it?"}]
+    assert run_chat(endpoint.url, "What is it?", images=[image]) == 0
+    assert endpoint.bodies[-1]["messages"] == [{"role": "user", "content": shown}]
+    typing_in(f"/image {image}", "What is it?", "Sure?", "/show messages", f"/save {talk}")
+    assert run_chat(endpoint.url) == 0
+    asked = [one["content"] for one in endpoint.bodies[-1]["messages"] if one["role"] == "user"]
+    assert asked == [shown, "Sure?"]
+    assert "user: (image) What is it?" in capsys.readouterr().out
+    typing_in(f"/load {talk}", "Again?", f"/image {large}", "/image missing.png", "/clear", "Now?")
+    assert run_chat(endpoint.url) == 0
+    assert endpoint.bodies[-2]["messages"][0]["content"] == shown
+    assert [one["content"] for one in endpoint.bodies[-1]["messages"]] == ["Now?"]
+    out = capsys.readouterr().out
+    assert "large.png is larger than 20 MiB" in out
+    assert "can't read missing.png" in out
+    assert run_chat(endpoint.url, "What?", images=[large]) == 2

@@ -80,7 +80,7 @@ def check_widths(lines: Iterable[str], width: int) -> None:
     ("language", "words"),
     [
         ("de", ("Aufruf: molink", "Befehle:", "Diesen PC prüfen und Abhilfe nennen.")),
-        ("zh_CN", ("用法:molink", "命令:", "检查本机并建议修复方法。")),
+        ("zh_CN", ("用法：molink", "命令:", "检查本机并建议修复方法。")),
         ("zh_TW:zh_HK", ("Usage: molink", "Commands:", "Check this PC and suggest fixes.")),
         ("xx", ("Usage: molink", "Commands:", "Check this PC and suggest fixes.")),
     ],
