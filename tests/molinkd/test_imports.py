@@ -1,4 +1,4 @@
-"""Nothing looks for garbage while a process imports, nor later at what it has imported."""
+"""Importing molink runs no garbage collection, and imported objects are never collected later."""
 
 import gc
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ def collector() -> Iterator[None]:
     gc.enable()
 
 
-def test_nothing_is_collected_meanwhile_nor_afterwards() -> None:
+def test_imports_run_no_collection_and_freeze_their_objects() -> None:
     before, kept = gc.get_freeze_count(), [[number] for number in range(1000)]
     with permanent_imports():
         assert not gc.isenabled()
@@ -22,7 +22,7 @@ def test_nothing_is_collected_meanwhile_nor_afterwards() -> None:
     assert gc.get_freeze_count() >= before + len(kept)
 
 
-def test_who_collects_nothing_goes_on_so() -> None:
+def test_a_disabled_collector_stays_disabled() -> None:
     gc.disable()
     with permanent_imports():
         pass

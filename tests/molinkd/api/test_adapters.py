@@ -26,7 +26,7 @@ PROMPT = "The quick brown fox jumps over the lazy dog, and the dog sleeps. "
 
 @pytest.fixture
 def adapted_backend(model_folder: Path) -> FakeBackend:
-    """A model with two adapters, of which one has another model's name; and that model."""
+    """A model with two adapters, one of which is named like another model, and that other model."""
     backend = FakeBackend(model_folder, adapters=("poet", "other"))
     backend.others = [ServedModel("other", model_folder, 512, 1700000000)]
     return backend
@@ -91,7 +91,7 @@ async def test_one_model_needs_no_name_though_it_has_adapters(
 def trained(
     make_model: MakeModel, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, dict[str, Path]]:
-    """A model with two adapters, and by name what each merges to."""
+    """A model with two adapters, and the merged weights of each adapter by its name."""
     at = tmp_path_factory.mktemp("trained")
     base = make_model(at / "base", "qwen2", 3)
     adapters = {

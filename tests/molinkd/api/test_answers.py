@@ -359,7 +359,7 @@ OFF = {"temperature": 1, "top_p": 1, "top_k": 0, "min_p": 0}
 async def test_a_model_without_defaults_is_sampled_as_in_llama_cpp(
     client: TestClient, backend: FakeBackend, path: str, body: dict[str, Any]
 ) -> None:
-    """Each value is a default for itself, and can be turned off."""
+    """Each parameter has its own default and can be turned off alone."""
     for given in ({}, {"temperature": 0.5}, {"top_k": 7}, OFF):
         more = {"options": given} if path.startswith("/api/") else given
         answer = await client.post(path, json=body | more)

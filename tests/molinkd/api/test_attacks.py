@@ -1,4 +1,4 @@
-"""The cost of attacks for other clients: prints their response times meanwhile.
+"""Prints the response times of other clients during attacks.
 
 ``python -m pytest -m slow -s tests/molinkd/api/test_attacks.py``
 """
@@ -56,7 +56,7 @@ class Attacked:
         return self.ask("/v1/chat/completions", json.dumps(SHORT).encode())
 
     def crowd(self, data: bytes) -> None:
-        """Open four hundred connections that send ``data`` and nothing else for five seconds."""
+        """Open 400 connections, send ``data``, and keep them open for five seconds."""
         with ExitStack() as stack:
             for _ in range(400):
                 address = ("127.0.0.1", self.server.port)

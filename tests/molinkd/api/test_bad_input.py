@@ -138,7 +138,7 @@ async def test_bad_fields_of_a_chat(client: TestClient, fields: dict[str, Any], 
     assert param.split(".")[0].split("[")[0] in error["message"]
 
 
-#: Numbers of a request that aren't integers, and whether 0 is one of their values.
+#: Fields of a request that take any number, and whether 0 is valid.
 FLOATS = {
     "temperature": True,
     "top_p": True,
@@ -153,7 +153,7 @@ FLOATS = {
 
 @pytest.mark.parametrize("field", FLOATS)
 async def test_extreme_numbers_are_valid_or_named(client: TestClient, field: str) -> None:
-    """A number too small to matter counts as 0."""
+    """A number too small to matter is taken as 0."""
     body = '{"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "%s": %s}'
     path = "/v1/chat/completions"
     for number in ("5e-324", "1e-320", "-0.0"):

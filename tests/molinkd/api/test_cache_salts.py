@@ -45,13 +45,13 @@ def body_of(path: str, text: str, salt: str | None = None) -> dict[str, Any]:
 
 
 def told_cached(usage: Mapping[str, Any]) -> int:
-    """The cached tokens of a usage object of any protocol; Ollama's tells none."""
+    """Read the number of cached tokens from any protocol's usage object; Ollama reports none."""
     details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or usage
     return int(details.get("cached_tokens", details.get("cache_read_input_tokens", 0)))
 
 
 class _Asked:
-    """An endpoint over a ring, which also tells how many tokens the scheduler found cached."""
+    """An endpoint over a ring; ``cached`` returns how many tokens the scheduler found cached."""
 
     def __init__(self, **settings: Any) -> None:
         torch.set_num_threads(1)

@@ -47,7 +47,7 @@ def serving(backend: FakeBackend, **settings: Any) -> Iterator[tuple[EndpointSer
 
 
 def status(connection: socket.socket) -> int:
-    """Read the status of one answer with its head and short body."""
+    """Read one answer with its short body; returns its status."""
     head = b""
     while b"\r\n\r\n" not in head:
         part = connection.recv(65536)
@@ -115,7 +115,8 @@ def test_a_running_answer_is_never_cut_off_for_another(backend: FakeBackend) -> 
         for _ in range(200):
             server.loop.call_soon_threadsafe(backend.gate.release)
         assert [status(connection) for connection in busy] == [200] * 3
-        assert status(dial(GET)) == 200  # now they are idle
+        # The busy connections are idle now, so one of them is closed.
+        assert status(dial(GET)) == 200
 
 
 def keyed(key: bytes, request: bytes = POST % (len(BODY), BODY)) -> bytes:
@@ -159,7 +160,7 @@ def test_greedy_clients_converge_to_equal_shares_and_leave_some() -> None:
 
     fill("a")
     assert len(held["a"]) == 455
-    for _ in range(2000):  # an answer of a ends; b asks first
+    for _ in range(2000):  # one of a's requests ends, and b asks before a does
         connections.remove_connection(held["a"].pop(0))
         fill("b")
         fill("a")

@@ -56,7 +56,7 @@ def expected(folder: Path) -> list[list[float]]:
 
 
 def _letters(ids: torch.Tensor) -> torch.Tensor:
-    """Ids of bytes in the vocabulary of small models, which is in alphabetical order."""
+    """Token ids of the bytes in a small model's vocabulary, which is in alphabetical order."""
     from tokenizers import pre_tokenizers
 
     # The printable letters are themselves in GPT-2's alphabet; a space is Ġ.
@@ -130,7 +130,7 @@ def test_ollama(url: str, expected: list[list[float]], ring: RingBackend) -> Non
     assert_close([list(client.embeddings("tiny", TEXTS[1]).embedding)], expected[1:2])
     assert client.embed("tiny", "").embeddings == []
     assert client.show("tiny").capabilities == ["embedding"]
-    # Texts are cut to the context; the token at the end stays.
+    # Texts are truncated to the context, but the final token is kept.
     most = ring.context - 1
     client.embed("tiny", ["x" * 100_000], truncate=True)
     ids = ring.asked[-1].prompt_token_ids
@@ -322,7 +322,7 @@ async def test_large_answers_are_refused_before_any_work(
 
 
 async def test_a_pipeline_without_rows(serve: Serve, embedder: FakeBackend) -> None:
-    """PCs of another version send a token only, or the row of another model."""
+    """PCs of another version send only a token, or a row of another model's size."""
     async with serve(embedder) as client:
         embedder.row = lambda ids, size: b""  # type: ignore[method-assign]
         response = await client.post("/v1/embeddings", json={"input": "a"})

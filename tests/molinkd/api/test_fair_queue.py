@@ -34,7 +34,7 @@ def test_a_full_queue_admits_a_client_with_fewer_items() -> None:
         queue.add_item(item[0], item)
     assert queue.add_item("c", "c1") == "a3"
     with pytest.raises(Overloaded):
-        queue.add_item("c", "c2")  # a already has one more, so displacing gains nothing
+        queue.add_item("c", "c2")  # a has only one item more, so displacing one would gain nothing
     assert queue.add_item("d", "d1") == "a2"
     assert [queue.pop_item() for _ in range(5)] == ["a1", "b1", "c1", "d1", None]
 

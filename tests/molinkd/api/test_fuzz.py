@@ -36,7 +36,7 @@ STATUS = re.compile(rb"HTTP/1\.[01] (\d{3}) ")
 
 @pytest.fixture
 def backend(tmp_path: Path) -> FakeBackend:
-    """A model that accepts tools and calls one, one that embeds and one that ranks."""
+    """A backend of three models: one that calls a tool, one that embeds and one that reranks."""
     folder = build_model(tmp_path / "tiny", HERMES)
     call = '<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>'
     embed, rerank = ModelTask("embed"), ModelTask("rerank", 5, 7)
@@ -165,7 +165,7 @@ async def test_bytes(fuzzed: EndpointServer, seed: int, count: int) -> None:
 
     async with asyncio.TaskGroup() as group:
         for number in range(count):
-            await slots.acquire()  # sent while others are generated
+            await slots.acquire()  # earlier requests run while this one is made
             data = random_bytes(rng)
             leaves, cut = rng.random() < 0.2, rng.randrange(len(data) + 1)
             group.create_task(attack(number, data, leaves, cut))

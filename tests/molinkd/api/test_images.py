@@ -1,4 +1,4 @@
-"""Images in all protocols: decoded for a model that sees, refused for others."""
+"""Images in all protocols: decoded for a multimodal model, rejected for other models."""
 
 import asyncio
 from pathlib import Path
@@ -19,13 +19,13 @@ URL = f"data:image/png;base64,{PICTURE}"
 
 @pytest.fixture(scope="module")
 def seeing(make_model: MakeModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small model that sees."""
+    """A small multimodal model."""
     return make_seeing(make_model, tmp_path_factory.mktemp("seeing") / "model", "mistral3")
 
 
 @pytest.fixture
 def eyes(seeing: Path) -> FakeBackend:
-    """A backend that serves it."""
+    """A backend that serves the multimodal model."""
     return FakeBackend(seeing, sees_images=True)
 
 
@@ -164,7 +164,7 @@ async def test_bodies_with_images_may_be_larger(
     "limits",
     [
         {"max_image_bytes": 2 * 64 * 64 * 3 - 1},
-        # While it arrives, a body counts as the largest.
+        # Until it has arrived, a body counts as if it had the maximum size.
         {"max_image_bytes": 50_000, "max_body_bytes": 1024, "max_image_body_bytes": 40_000},
     ],
     ids=["pixels", "bodies"],

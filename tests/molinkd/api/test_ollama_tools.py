@@ -52,7 +52,7 @@ def test_whole_and_round_trip(ask: ollama.Client, family: FakeBackend) -> None:
     prompt = prompt_of(family)
     assert PARIS in prompt
     assert {"noon", "12 degrees"} <= set(prompt.replace('"', "\n").splitlines())
-    if "<|channel|>" in prompt:  # its results name their calls
+    if "<|channel|>" in prompt:  # this format names the function in each result
         assert prompt.index("functions.get_weather to=") < prompt.index("12 degrees")
         assert prompt.index("12 degrees") < prompt.index("noon")
 

@@ -36,7 +36,7 @@ GOOD: dict[str, dict[str, Any]] = {
     "/api/generate": {"prompt": "hi", "keep_alive": "5m"},
     "/api/show": {"model": "tiny"},
 }
-#: The same of routes for models that embed.
+#: Valid bodies for the routes of embedding models.
 EMBED: dict[str, dict[str, Any]] = {
     "/v1/embeddings": {"input": ["a", [97]], "encoding_format": "base64", "dimensions": 3},
     "/api/embed": {"input": ["a"], "truncate": False, "keep_alive": 5},

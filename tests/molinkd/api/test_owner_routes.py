@@ -107,7 +107,8 @@ async def test_models_of_the_pc_and_of_the_catalog(
         settings = await (await client.get("/swarm/settings", headers=HEADERS)).json()
         assert [one["name"] for one in settings] == ["pause_times", "keep_awake"]
         shown = await (await client.get("/swarm/models", headers=HEADERS)).json()
-        monkeypatch.setattr(catalog_fits, "describe_entry", None)  # nothing is placed twice
+        # The second answer comes from a cache.
+        monkeypatch.setattr(catalog_fits, "describe_entry", None)
         assert await (await client.get("/swarm/models", headers=HEADERS)).json() == shown
     assert shown["local"] == [{"name": "mine", "size": 5, "partial": False, "source": "/m"}]
     by_name = {one["name"]: one for one in shown["catalog"]}

@@ -1,4 +1,4 @@
-"""The page by the rules of WCAG 2.2 AA, as axe-core checks them, and by the keyboard alone."""
+"""The page follows WCAG 2.2 AA: checked by axe-core, and used with the keyboard alone."""
 
 from collections.abc import Callable
 
@@ -54,6 +54,6 @@ def test_wcag(
     browser.run("document.documentElement.dataset.theme = 'dark'")
     found += [("dark", *one) for one in check_page(browser, "color-contrast")]
     assert found == []
-    # It does find faults.
+    # axe-core does find faults where there are some.
     browser.run("document.querySelector('#send').removeAttribute('aria-label')")
     assert [rule for rule, _ in check_page(browser)] == ["button-name"]

@@ -36,7 +36,7 @@ def test_rename_and_search(page: Callable[..., Browser]) -> None:
     browser.type("#conversations li input", "Cattle" + ENTER)
     assert titles(browser) == "Cattle,About foxes"
     assert browser.run("return document.title") == "Cattle · molink"
-    browser.type("#find-chat", "cows world")  # a question's word, and an answer's
+    browser.type("#find-chat", "cows world")  # one match in a question, one in an answer
     assert titles(browser) == "Cattle"
     browser.type("#find-chat", " zebra")
     assert titles(browser) == ""

@@ -52,7 +52,7 @@ if (way === "choose") {
 
 @pytest.fixture
 def eyes(make_model: MakeModel, tmp_path: Path) -> FakeBackend:
-    """A backend whose model sees."""
+    """A backend with a multimodal model."""
     folder = make_seeing(make_model, tmp_path / "model", "mistral3")
     return FakeBackend(folder, sees_images=True, context=8000)
 
@@ -62,7 +62,7 @@ def png(name: str = "fox.png", width: int = 40, height: int = 30) -> tuple[str, 
 
 
 def sent_images(backend: FakeBackend) -> list[tuple[int, int]]:
-    """Sizes of the images that the model was last shown, in cells."""
+    """Sizes, in cells, of the images in the last request."""
     request = backend.requests[-1]
     assert request.images or not any(one >= FIRST_IMAGE_ID for one in request.prompt_token_ids)
     return [(image.span.width, image.span.height) for image in request.images]
@@ -83,7 +83,7 @@ def test_images_are_chosen_pasted_and_dropped(
     assert browser.run(f"return {alts}") == ["fox.png", "image.png", "cow.png"]
     load_axe(browser)
     assert check_page(browser) == []
-    # Removed by the keyboard: the focus goes to the next one.
+    # After a removal by keyboard the focus moves to the next image.
     browser.run("document.querySelector('#attached [aria-label=\"Remove fox.png\"]').focus()")
     browser.type("#attached [aria-label='Remove fox.png']", ENTER)
     browser.until(f"{SHOWN} === 2")
@@ -97,7 +97,7 @@ def test_images_are_chosen_pasted_and_dropped(
     shown = "[...document.querySelectorAll('.mine .thumbnails img')].map((one) => one.alt)"
     browser.until(f"{shown}.length === 2")
     assert check_page(browser) == []
-    # An image needs no words.
+    # A message may consist of images alone.
     browser.run(GIVE, "choose", [png("alone.png")])
     browser.until("!document.querySelector('#send').disabled")
     ask_question(browser, "")
@@ -136,7 +136,7 @@ def test_images_are_kept_edited_exported_and_deleted(
       const store = new ImageStore();
       return (await Promise.all(window.ids.map((id) => store.get(id)))).map(Boolean);
     """
-    # The edited message shares the first one's.
+    # The edited message and the first one share an image.
     assert browser.run(count) == [True, True]
     browser.run("location.reload()")
     wait_until_ready(browser)
@@ -232,7 +232,7 @@ def test_on_a_phone(eyes: FakeBackend, page: Callable[..., Browser]) -> None:
     sizes = (
         "[...document.querySelectorAll('#attached button, #attach')].map((one) => one.offsetWidth)"
     )
-    # WCAG 2.2: targets of 24 pixels at least.
+    # WCAG 2.2: targets are at least 24 pixels wide and high.
     assert min(browser.run(f"return {sizes}")) >= 24
     ask_question(browser, "What are they?")
     scroll = "document.querySelector('#scroll')"

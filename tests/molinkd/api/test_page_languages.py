@@ -21,11 +21,11 @@ from tools.browser import Browser
 
 FOLDER = Path(str(files("molink"))) / "data" / "page"
 LANGUAGES = {path.stem: path for path in sorted((FOLDER / "lang").glob("*.js"))}
-#: Texts of the endpoint that the page translates, and of its own that no call of ``t`` names.
+#: Texts that the page translates but no call of ``t`` contains: most come from the endpoint.
 OTHERS = {"standby", "endpoint only", "offline", "this PC", "the running swarm"} | {
     "incomplete: the page was closed"
 }
-#: The same in every language.
+#: Texts that are the same in every language.
 NAMES = {"molink"}
 _CALL = re.compile(r'\bt\(\s*("(?:[^"\\]|\\.)*")')
 _ENTRY = re.compile(r'^  ("(?:[^"\\]|\\.)*"): ("(?:[^"\\]|\\.)*"),$', re.MULTILINE)
@@ -39,7 +39,7 @@ class Texts(HTMLParser):
     def __init__(self) -> None:
         super().__init__()
         self.found: set[str] = set()
-        #: Open elements with their children: the element and its text, or no element.
+        #: Open elements with their children; a child is (element, "") or ("", text).
         self._open: list[tuple[str, list[tuple[str, str]]]] = [("", [])]
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:

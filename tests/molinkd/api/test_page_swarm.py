@@ -1,4 +1,4 @@
-"""The page's view of the swarm in headless Chromium: what the owner does, and others see."""
+"""The page's view of the swarm in headless Chromium: the owner's actions, and what others see."""
 
 from collections.abc import Callable
 
@@ -19,7 +19,7 @@ OWNER = f"#owner={TOKEN}"
 
 @pytest.fixture
 def swarm(page: Callable[..., Browser], backend: FakeBackend) -> FakeBackend:
-    """A swarm of two PCs with a model of their own; a third wants to join."""
+    """A swarm of two PCs that serves one model; a third PC wants to join."""
     backend.swarm |= {
         "models": [{"name": "tiny", "ready": 1}],
         "pairing_requests": [{"name": "<b>new", "code": "4827-1931", "address": "192.168.1.9"}],
@@ -30,7 +30,7 @@ def swarm(page: Callable[..., Browser], backend: FakeBackend) -> FakeBackend:
 
 
 def done(browser: Browser, administration: FakeAdministration, count: int) -> tuple[object, ...]:
-    """The action number ``count``, once the page has asked for it."""
+    """Wait for the page's next action, which must be number ``count``, and return it."""
     browser.until("document.querySelector('#announcement').textContent !== ''")
     assert len(administration.done) == count, administration.done
     browser.run("document.querySelector('#announcement').textContent = ''")
@@ -50,7 +50,7 @@ def test_the_owner_manages_the_swarm(
     assert "tiny: layers 1–12 · busy 34 %" in browser.text("#pc-list")
     assert browser.text("#transfer-list") == "attic fetches big: 340 MB of 1.0 GB, 10.0 MB/s"
     assert "20 s ago: attic is offline" in browser.text("#event-list")
-    # Approval: the code is typed, and compared.
+    # Approval compares the typed code with the codes of waiting PCs.
     browser.type("#waiting-list input", "1111-2222")
     browser.click("#waiting-list .main")
     browser.until("document.querySelector('#waiting-list .wrong').textContent.includes('attacker')")

@@ -1,4 +1,4 @@
-"""Prompts are tokenized by worker processes: equally, in time, and even if one is killed."""
+"""Worker processes tokenize prompts: fairly between clients, in time, and even if one is killed."""
 
 import asyncio
 import json
@@ -22,7 +22,7 @@ from tests.support.fake_backend import build_model
 from tests.support.inline_reader import InlineReader
 from tests.support.net import until
 
-#: Each piece of 24 costs the pattern some four million steps, of the ten that Oniguruma allows.
+#: Each of the text's words costs the pattern about four million steps; Oniguruma allows ten.
 HOSTILE_PATTERN = "(a+)+b"
 HOSTILE_TEXT = ("a" * 22 + "! ") * 1000
 
@@ -118,7 +118,7 @@ async def test_a_slow_prompt_is_killed_and_the_next_is_read(
             await impatient.tokenize_prompts("", hostile, chat(HOSTILE_TEXT))
     finally:
         await impatient.close()
-    # Whoever waited for it is read by another process.
+    # Another process has replaced the one that the hostile prompt kept busy.
     await reader.tokenize_prompts("", hostile, chat("hello"))
     assert await reader.tokenize_prompts("", offer, chat("hello"))
 
@@ -176,7 +176,7 @@ async def test_the_queue_is_bounded(
     reads = [narrow.tokenize_prompts("", offer, chat("x")) for _ in range(5)]
     found = await asyncio.gather(*reads, return_exceptions=True)
     await narrow.close()
-    # Two are being read, and two wait.
+    # Two prompts are being tokenized, and two wait.
     assert [isinstance(read, Overloaded) for read in found] == [False] * 4 + [True]
 
 
@@ -185,8 +185,9 @@ async def test_one_client_cannot_starve_others(
 ) -> None:
     monkeypatch.setattr(prompt_worker_pool, "MAX_SHORT", 3)
     narrow = PromptWorkers({})
-    # Two are being read, and three wait. The quiet one gets the last one's place; for the greedy
-    # one's next there is none until one of his leaves.
+    # Two prompts are being tokenized, and three wait. The quiet client's prompt displaces the
+    # greedy client's last one. The greedy client's next prompt is rejected until one of its others
+    # ends.
     owners = ["greedy"] * 5 + ["quiet", "greedy"]
     reads = [
         asyncio.create_task(narrow.tokenize_prompts(owner, offer, chat("x"))) for owner in owners

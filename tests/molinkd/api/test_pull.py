@@ -95,7 +95,7 @@ async def test_an_api_key_is_not_the_owners_token(
         response = await client.post("/api/pull", json=body, headers=headers)
         assert response.status == status
         assert bool(administration.done) is (status == 200)
-        if headers == HEADERS:  # it is a key, too
+        if headers == HEADERS:  # the owner's token is an API key, too
             assert (await client.get("/v1/models", headers=headers)).status == 200
 
 

@@ -1,4 +1,4 @@
-"""Documents ranked by a real ring as transformers' logits rank them; rejected requests."""
+"""A real ring ranks documents as transformers' logits do; invalid requests are rejected."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -21,7 +21,7 @@ from tests.support.ring_backend import RingBackend
 from tests.support.stage import Reference
 
 DOCUMENTS = ["a fox", "something longer about a fox", "", "no fox"]
-#: As sentence-transformers' rerankers have it: a system message is the instruction.
+#: The template of a reranker for sentence-transformers: a system message is the instruction.
 TEMPLATE = (
     "{%- set q = messages | selectattr('role', 'eq', 'query') | map(attribute='content') | first %}"
     "{%- set d = messages | selectattr('role', 'eq', \"document\") | map(attribute='content')"
@@ -78,7 +78,7 @@ async def test_scores_of_transformers(
 
 
 async def test_the_best_without_their_texts(serve: Serve, reranker: FakeBackend) -> None:
-    """The fake's scores fall with the length of a prompt."""
+    """The fake backend scores longer prompts lower."""
     documents = ["aaaa" * 9, {"text": "a"}, "aaaa"]
     async with serve(reranker) as client:
         body = {"query": "q", "documents": documents, "top_n": 2, "return_documents": False}
@@ -108,7 +108,7 @@ def plain_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 async def test_a_reranker_known_by_its_name(serve: Serve, plain_folder: Path) -> None:
-    """Qwen3-Reranker was first released without a template and modules of its own."""
+    """Qwen3-Reranker's first release lacked a template and sentence-transformers' files."""
     backend = FakeBackend(plain_folder, name="Qwen3-Reranker-0.6B")
     body = {"query": "what?", "documents": ["this"], "instruction": "do it"}
     async with serve(backend) as client:

@@ -77,7 +77,7 @@ def test_a_chat_answer_matches_its_schema(ask: openai.OpenAI, temperature: float
 
 
 class Colour(pydantic.BaseModel):
-    """As users write it for the official client."""
+    """A schema as users of the official client write it."""
 
     kind: Literal["red", "green"]
     share: int = pydantic.Field(ge=0, le=100)

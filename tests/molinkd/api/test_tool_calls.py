@@ -120,7 +120,7 @@ def test_the_clients_own_accumulation(ask: openai.OpenAI) -> None:
 
 
 def test_tool_results_continue_the_conversation(ask: openai.OpenAI, family: FakeBackend) -> None:
-    """Output goes back in with results; ids match, in any form that the template needs."""
+    """Calls and results are sent back; ids match, in any template's format."""
     first = ask.chat.completions.create(model="tiny", messages=HI, tools=TOOLS).choices[0].message
     message = {**first.model_dump(exclude_none=True), "content": None}
     results = [

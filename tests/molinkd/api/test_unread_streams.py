@@ -17,16 +17,16 @@ from tests.support.inline_reader import InlineReader
 from tests.support.net import until
 
 MANY = 500
-#: Bytes of an event with one token, at least.
+#: Least size in bytes of an event with one token.
 EVENT_BYTES = 150
-#: What may be buffered for a client, in the endpoint and in both systems; 0.6 MB were measured. By
-#: default the system alone buffers megabytes.
+#: Limit of the bytes buffered for a client, in the endpoint and in both TCP stacks; 0.6 MB were
+#: measured. With default settings the operating system alone buffers megabytes.
 BUFFERED_BYTES = 1 << 20
 
 
 @pytest.fixture
 def descriptors() -> Iterator[None]:
-    """Enough for both ends of all connections."""
+    """File descriptors for both ends of all connections."""
     resource: Any = pytest.importorskip("resource")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard < 4 * MANY:
@@ -37,7 +37,7 @@ def descriptors() -> Iterator[None]:
 
 
 def request(port: int, **body: Any) -> bytes:
-    """A streamed request."""
+    """A request for a streamed answer, as bytes."""
     chat = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "stream": True}
     data = json.dumps(chat | body).encode()
     head = (
@@ -48,7 +48,7 @@ def request(port: int, **body: Any) -> bytes:
 
 
 def open_unread(port: int, stack: ExitStack, endless: bytes) -> None:
-    """A client with a small buffer that asks, and never reads."""
+    """Open a connection with a small receive buffer, send a request, and never read."""
     one = stack.enter_context(socket.socket())
     one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     one.settimeout(60)
@@ -57,7 +57,7 @@ def open_unread(port: int, stack: ExitStack, endless: bytes) -> None:
 
 
 def read_answer(port: int) -> str:
-    """The text of a stream that is read."""
+    """Send a request and read its stream; returns the text."""
     data = request(port).partition(b"\r\n\r\n")[2]
     ask = urllib.request.Request(
         f"http://127.0.0.1:{port}/v1/chat/completions", data, {"Content-Type": "application/json"}
@@ -76,7 +76,8 @@ def read_answer(port: int) -> str:
 async def test_clients_that_never_read_are_held_at_a_bounded_cost_and_ended(
     backend: FakeBackend, descriptors: None, unread: int
 ) -> None:
-    # An endless answer repeats it fifty times: much more than may be buffered.
+    # With ``ignore_eos`` the backend repeats the answer fifty times: much more than may be
+    # buffered.
     backend.answer, backend.context = "x" * 300, 10**9
     settings = ApiSettings(max_connections=unread + 8, stall_timeout_s=3.0)
     endpoint = EndpointServer(backend, settings, InlineReader)
@@ -87,10 +88,10 @@ async def test_clients_that_never_read_are_held_at_a_bounded_cost_and_ended(
             for _ in range(unread):
                 await asyncio.to_thread(open_unread, port, stack, endless)
             await until(lambda: len(backend.requests) >= unread, timeout=300)
-            # The one that reads gets its whole answer, at any moment.
+            # The client that reads gets its whole answer throughout.
             while backend.running:
                 assert await asyncio.to_thread(read_answer, port) == backend.answer
-            # All were ended. Nobody was given more than what is buffered.
+            # All unread streams were ended, and none was given more than the buffer's size.
             assert backend.closed > unread
             assert backend.given < unread * BUFFERED_BYTES / EVENT_BYTES
             assert await asyncio.to_thread(read_answer, port) == backend.answer

@@ -39,7 +39,7 @@ MEMBER = MembershipRecord(
 
 
 class Network:
-    """The discovered swarms, pairing attempts, and daemons that would be started."""
+    """Fakes of discovery, pairing and starting a daemon; records the attempts and the launches."""
 
     def __init__(self) -> None:
         self.swarms = [ATTIC]
@@ -174,7 +174,7 @@ def test_the_only_swarm_is_joined(
     assert read_membership(home.membership) == MEMBER
     (launch,) = network.launches
     assert (launch.role, launch.token) == ("join", None)
-    # It is a member now, so no swarm is looked for.
+    # This PC is a member now, so ``join`` does not search for swarms.
     network.swarms = []
     assert run(["join"]) == 0
     assert run(["join", "192.168.1.7"]) == 2
@@ -250,7 +250,7 @@ def test_an_impostor_may_approve(
     monkeypatch.setattr(daemon_client, "request_coordinator", ask)
     monkeypatch.setattr(sys, "stdin", Terminal(answer))
     assert run(["join"]) == code
-    # Otherwise this PC would remain an absent member.
+    # A rejected swarm is left; otherwise this PC would remain an offline member of it.
     assert said == ([] if code == 0 else [(MEMBER, LeaveRequest(ref=0))])
     assert home.membership.exists() is (code == 0)
     assert bool(network.launches) is (code == 0)

@@ -102,7 +102,7 @@ def test_list_imports_little(home: Home) -> None:
 def test_the_small_models_copies_are_listed_and_deleted(
     home: Home, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What was downloaded, what an interrupted download left, and what a killed demo left."""
+    """Copies are the downloaded file, an interrupted download, and the files of a killed demo."""
     name = "SmolLM2-135M-Instruct.Q4_1"
     downloads, demo = tmp_path / "downloads", home.demo_home(2).demo_peer(1)
     (downloads / "fetching-1").mkdir(parents=True)

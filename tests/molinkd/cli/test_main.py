@@ -126,7 +126,7 @@ def test_errors_are_one_clear_line(
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
-    """The daemons that would be started."""
+    """Arguments of the daemons that commands start."""
     launches: list[Launch] = []
     monkeypatch.setattr(
         "molinkd.cli.daemon_start.run_daemon", lambda launch, _: launches.append(launch)
@@ -286,7 +286,7 @@ def test_an_unresponsive_daemon_times_out(
 
 
 def test_a_dropped_status_request_is_retried(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As when a peer was just revoked."""
+    """A revocation drops connections."""
     asked: list[object] = []
 
     def ask(

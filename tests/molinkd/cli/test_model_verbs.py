@@ -108,7 +108,7 @@ def test_a_short_name_is_pulled_shown_and_deleted(
         assert source in capsys.readouterr().out
         assert run(["rm", "qwen3:8b-bf16", "--hf-cache"]) == 0
         assert run(["show", "qwen3:8b-bf16"]) == 5
-        # A folder of that name wins.
+        # A folder of that name takes precedence over the hub.
         hub_served.asked.clear()
         model.rename(tmp_path / "qwen3")
         assert run(["pull", "qwen3"]) == 0

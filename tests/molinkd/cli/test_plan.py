@@ -120,7 +120,7 @@ def test_a_model_folder(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_gguf_file_is_sized_by_its_blocks(
     capsys: pytest.CaptureFixture[str], make_model: MakeModel, tmp_path: Path
 ) -> None:
-    """For devices that multiply quantized blocks, else they become bf16; also split files."""
+    """Blocks stay quantized on devices that multiply them, and become bf16 on others."""
     folder = make_model(tmp_path / "model", "llama", 3)
     plain = "memory_gbs = 60\ntflops = 1\nmemory_gb = 8\nmemory_efficiency = 0.7\nstep_ms = 0.5\n"
     plain += 'compute_efficiency = 0.6\nsource = "a test"\n'
@@ -128,7 +128,7 @@ def test_a_gguf_file_is_sized_by_its_blocks(
         (tmp_path / f"{name}.toml").write_text(plain + more, encoding="utf-8")
     whole = write_gguf(folder, tmp_path / "tiny.gguf", Kind.Q8_0)
     part = write_gguf(folder, tmp_path / "parts.gguf", Kind.Q8_0, part=8)
-    # As `molink up` unpacks it, and as other PCs fetch it.
+    # Unpacked as `molink up` does, and read as a PC does that fetches it.
     unpacked_one = import_gguf(whole, tmp_path / "unpacked", NullCounter(), Event())
     stages = {
         (name, path): planned(
@@ -146,10 +146,10 @@ def test_a_gguf_file_is_sized_by_its_blocks(
     assert stages["numbers", unpacked_one] == numbers
 
 
-def test_a_card_of_which_nothing_is_known_is_taken_to_pack_weights(
+def test_a_card_of_unknown_capability_is_assumed_to_have_kernels(
     capsys: pytest.CaptureFixture[str], make_model: MakeModel, tmp_path: Path
 ) -> None:
-    """The plan says so; cards before RTX 20 have no kernels."""
+    """The plan states this assumption; cards before RTX 20 have no such kernels."""
     wide = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64}
     folder = make_model(tmp_path / "model", "llama", 3, **wide)
     file, weights = write_gguf(folder, tmp_path / "tiny.gguf", Kind.Q8_0), []
@@ -222,7 +222,7 @@ def test_a_pc_with_two_devices_has_two_stages_and_a_fast_link(
     assert links[0] < 0.002
     assert min(links[1:]) > 0.03
     assert found["tpot_s"] < 0.07 + sum(stage["step_s"] for stage in found["stages"])
-    # One more PC has both devices, and a PC with both needs no link.
+    # With one more PC the plan offers each of both devices; two devices of one PC need no link.
     assert {one["device"] for one in found["more"]} == {"rtx3060+rtx3060", "rtx3060"}
     assert run(["plan", "--device", "rtx3060 + rtx3060", "--json", "--stages", "2"]) == 0
     (first, second) = json.loads(capsys.readouterr().out)["stages"]
@@ -277,7 +277,8 @@ def test_prospects_of_another_pc(capsys: pytest.CaptureFixture[str]) -> None:
     (plan,) = explain_rings(status(stage("a", 0.010, 0.030), scale_out=scale_out))
     print_plan(plan)
     shown = " ".join(capsys.readouterr().out.split())
-    # Placement estimates 65 ms for this ring of 40: what it says of another one is scaled.
+    # Placement estimates 65 ms for this ring and 40 ms were measured, so estimates of others are
+    # scaled.
     assert "one token every 40.0 ms" in shown
     assert "Another cuda: fast: 1 stage, 12.3 ms per token instead of 40.0 ms per token" in shown
     assert "Another cpu: slow would not help (estimated)" in shown

@@ -20,7 +20,7 @@ GB = 10**9
 
 @pytest.fixture(autouse=True)
 def pc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A PC without a card, with 16 GB, on which molink never ran."""
+    """A PC with 16 GB and without a GPU, on which molink never ran."""
     monkeypatch.setenv("MOLINK_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(swarm_capacity, "_read_card", lambda: None)
     memory = psutil.virtual_memory()._replace(total=16 * GB, available=12 * GB)
@@ -40,7 +40,7 @@ def card(memory: int, rate: float) -> dict[str, Any]:
 
 @pytest.fixture
 def swarm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
-    """A running swarm of two cards; the test may change its status."""
+    """The status of a running swarm of two GPUs, which the test may change."""
     status: dict[str, Any] = {
         "peers": [
             {"id": "a", "name": "desk", "state": "online", "stage": "auto"},

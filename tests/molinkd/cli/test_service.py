@@ -123,7 +123,7 @@ def test_installing_reports_its_actions(
     MembershipRecord(swarm="s", coordinator_key="k", addresses=()).save(home.membership)
     assert run(["service", "install", "--home", str(home.root)]) == 0
     assert "Installed the service for swarm s" in capsys.readouterr().out
-    assert run(["service", "status", "--home", str(home.root)]) == 1  # nothing runs
+    assert run(["service", "status", "--home", str(home.root)]) == 1  # no daemon runs
     out = capsys.readouterr().out
     assert "The service is installed." in out
     assert "molink is not running." in out

@@ -56,7 +56,7 @@ def test_status_tables(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.M
     monkeypatch.setenv("COLUMNS", "200")
     show(STATE, demo=True)
     out = capsys.readouterr().out
-    # Names of peers are text, not markup.
+    # Names of peers are printed literally, not as markup.
     for text in ("home (demo)", "[red]pc[/red]", "stage 1 loading", "1-4", "why not", "epoch 3"):
         assert text in out
 

@@ -67,7 +67,7 @@ def test_leaving_does_not_orphan_the_swarm(home: Home, capsys: pytest.CaptureFix
     assert error.count("--home") == 1, "as it is to be typed"
     assert home.membership.exists()
     assert home.coordinator.exists()
-    # Also where molink can't start any more.
+    # Leaving also works on a PC where molink can no longer start.
     assert run(["leave", "--dissolve", "--yes", "--home", str(home.root)]) == 0
     assert "Not told: attic. Run `molink leave` on each" in capsys.readouterr().out
     assert not home.membership.exists()
@@ -98,7 +98,7 @@ def test_an_owner_alone_may_leave(home: Home, arguments: list[str]) -> None:
 
 @pytest.fixture
 def ended(home: Home, monkeypatch: pytest.MonkeyPatch) -> list[Home]:
-    """A daemon runs in the home; returns those that were stopped."""
+    """Pretends that a daemon runs; returns the homes whose daemons were stopped."""
     ended: list[Home] = []
     note = RunFile.of_this_process(1, "http://127.0.0.1:5465")
     monkeypatch.setattr("molinkd.peer.home.read_run_file", lambda _: note)
@@ -107,7 +107,7 @@ def ended(home: Home, monkeypatch: pytest.MonkeyPatch) -> list[Home]:
 
 
 @pytest.mark.parametrize("arguments", [["revoke", "attic"], ["stop"], ["stop", "toy"]])
-def test_what_others_would_notice_is_confirmed_in_a_terminal(
+def test_commands_that_affect_others_are_confirmed_in_a_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str]
 ) -> None:
     asked: list[object] = []
@@ -131,7 +131,7 @@ def test_what_others_would_notice_is_confirmed_in_a_terminal(
     assert asked == []
     assert run([*arguments, "--yes"]) == 0
     assert len(asked) == 1
-    # Scripts have to say so where it is hard to undo.
+    # Without a terminal, what is hard to undo requires `--yes`.
     monkeypatch.setattr("sys.stdin", io.StringIO())
     is_final = arguments[0] == "revoke"
     assert run(arguments) == (2 if is_final else 0)

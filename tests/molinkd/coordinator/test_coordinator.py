@@ -205,7 +205,7 @@ class Peer:
         return next((m for m in reversed(self.told) if isinstance(m, kind)), None)
 
     async def ask(self, message: Any) -> Any:
-        """A request of this peer's user."""
+        """Send one of this peer's user's requests; returns the reply."""
         if isinstance(message, MembershipRequest):
             return await send_membership_request(
                 message, self.keys, self.swarm, self.server_key, self.send
@@ -218,7 +218,7 @@ class Peer:
 
 
 def lasting_port() -> int:
-    """A free port that the system assigns to nobody else meanwhile."""
+    """A port outside of the ephemeral range, which stays free while the coordinator is down."""
     while True:
         port = random.randrange(12_000, 32_000)
         with socket.socket() as tried, contextlib.suppress(OSError):
@@ -277,7 +277,7 @@ class Scene:
 
     @contextlib.asynccontextmanager
     async def guest(self, token: JoinToken) -> AsyncIterator[Client]:
-        """A connection under the invitation's key."""
+        """A connection with the invitation's key."""
         guest = Client(
             self.context,
             KeyPair.from_seed(token.secret_key),
@@ -433,7 +433,7 @@ async def test_vanished_pc_is_lost_with_its_connection(
 
 
 async def test_lost_join_reply_does_not_use_up_the_token(scene: Scene) -> None:
-    """A member may join again by its token."""
+    """A member may use its token again."""
     owner = await scene.peer()
     token = await scene.token(owner)
     first = await scene.join(token)
@@ -496,7 +496,7 @@ async def test_expired_invitation_is_rejected(
 async def test_wall_clock_that_jumps_ends_only_what_expires(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, jump: float
 ) -> None:
-    """Members, leases and rates stay; what has expired once doesn't come back."""
+    """Members and leases stay, rate limits hold, and an expired invitation stays expired."""
     owner = await scene.peer()
     guest = await scene.join(await scene.token(owner))
     revoked = await scene.join(await scene.token(owner))
@@ -512,14 +512,14 @@ async def test_wall_clock_that_jumps_ends_only_what_expires(
     states = {one["id"]: one["state"] for one in (await scene.status(owner))["peers"]}
     assert states == {owner.id: "online", guest.id: "online"}
     assert not scene.state.read_log().is_member(revoked.id)
-    # No more join at once than otherwise.
+    # The jump lets no more peers join at once.
     check = scene.coordinator.membership._check_rate
     for _ in range(PER_INVITATION_LIMIT.burst):
         check(lasting.swarm)
     with pytest.raises(Overloaded):
         check(lasting.swarm)
     monkeypatch.setattr(time, "time", lambda: real() + 86400.0)
-    # If it was a jump ahead, it has ended already.
+    # After a jump forward the invitation has ended already.
 
     def is_over() -> bool:
         known = scene.coordinator.membership.invitations.values()
@@ -644,7 +644,7 @@ async def test_pcs_of_one_name_are_told_apart_for_good(scene: Scene) -> None:
     await scene.until(lambda: all(one.last(Welcome) for one in guests), *guests)
     assert await names() == ["guest", "guest-2"]
     assert {one.name for one in owner.told if isinstance(one, PeerInfo)} == {"guest", "guest-2"}
-    # A PC whose clock is late may not look as if it was here before the first guest.
+    # A join request dated before the first guest's doesn't make the late PC the first.
     async with scene.guest(token) as late:
         with pytest.raises(RequestError, match="guest has this name, and the clocks"):
             await late.send_request(wish(KeyPair.generate(), token, 0.0), timeout=30)
@@ -684,7 +684,7 @@ async def test_devices_of_a_pc_are_removed_with_it(scene: Scene, how: str) -> No
         await guest.ask(LeaveRequest(ref=0, devices=(device.id,)))
         await scene.until(lambda: set(members) == {owner.id, other.id})
         return
-    # All that descend from a revoked PC are out.
+    # All PCs that descend from a revoked one are out.
     ended = await scene.revoke(owner, guest.id)
     assert len(ended.ended_peers) == 2
     await scene.until(lambda: device.last(Revoked) and other.last(Revoked))
@@ -967,7 +967,7 @@ async def test_only_owners_apply_a_file_of_models(scene: Scene, kit: Kit) -> Non
     assert [one["name"] for one in status["models"]] == ["toy", "other"]
     used = [{stage["peer"] for stage in one["stages"]} for one in status["pipelines"]]
     assert used in ([{owner.id}, {guest.id}], [{guest.id}, {owner.id}])
-    # A restarted daemon changes nothing, and `run` can't change part of a file.
+    # A restarted daemon's request changes nothing, and `run` can't change one model of a file.
     await owner.ask(serve(kit, is_retry=True, min_peers=2))
     assert [one.min_peers for one in scene.state.read_models()] == [1, 1]
     with pytest.raises(RequestError, match="come from a file"):
@@ -1009,7 +1009,7 @@ async def test_invitations_end_with_their_creator(scene: Scene, how: str) -> Non
         await owner.ask(RevokeRequest(ref=0, target=guest.id))
     else:
         await guest.ask(LeaveRequest(ref=0))
-    # The invitation by which a revoked peer joined has ended too.
+    # The invitation by which a revoked peer joined is void too.
     left = [] if how == "revoked" else [owner.id]
     found = scene.coordinator.membership.invitations.values()
     assert [one.creator for one in found] == left
@@ -1102,13 +1102,13 @@ async def test_peers_are_sent_the_state_once(scene: Scene) -> None:
 
 
 def other_part(scene: Scene, *entries: SignedEntry) -> Replica:
-    """The state of a part of the swarm with another leader."""
+    """Build the state of a part of the swarm with another leader."""
     ours = scene.state.to_replica()
     return replace(ours, term=7, revision=99, log=ours.log.with_entries(entries))
 
 
 async def send_state(scene: Scene, peer: Peer, state: Replica) -> None:
-    """Report another part's state, and send it when asked."""
+    """Report another part's state, and send it when asked for it."""
     peer.replica, peer.log_digest = state.version, state.log.digest
     await scene.until(lambda: peer.last(StateRequest), peer)
     data = state.encode()
@@ -1136,7 +1136,7 @@ async def test_members_of_another_part_are_imported(scene: Scene) -> None:
 async def test_revocations_are_believed_from_owners_only(
     scene: Scene, *, owner_says_so: bool
 ) -> None:
-    """Whoever brings them: the signature counts."""
+    """The signature counts, not the peer that brings the state."""
     owner = await scene.peer()
     first = await scene.join(await scene.token(owner))
     second = await scene.join(await scene.token(owner))
@@ -1150,7 +1150,7 @@ async def test_revocations_are_believed_from_owners_only(
 
 
 async def test_a_forged_state_plants_nobody(scene: Scene) -> None:
-    """A member claims a later state, and is asked for it."""
+    """A member reports a later state and is asked for it, but its forged entries admit no peer."""
     owner = await scene.peer()
     bad = await scene.join(await scene.token(owner))
     await scene.until(lambda: bad.last(Welcome))
@@ -1178,7 +1178,7 @@ async def test_a_forged_state_plants_nobody(scene: Scene) -> None:
 
 
 async def test_invented_pcs_of_a_member_come_at_the_rate_of_joins(scene: Scene) -> None:
-    """And a revocation of that member ends them all."""
+    """A revocation of the member also ends all PCs that it invented."""
     owner = await scene.peer()
     bad = await scene.join(await scene.token(owner))
     await scene.until(lambda: bad.last(Welcome))
@@ -1254,7 +1254,7 @@ async def test_paired_pc_becomes_a_member(scene: Scene) -> None:
     await scene.until(lambda: back.last(Welcome), back)
     log = scene.state.read_log()
     assert log.members[back.id].branch == log.members[guest.id].branch, "its approver signed"
-    # A copy of its state folder runs too.
+    # A copy of its state folder pairs while the PC runs.
     with pytest.raises(UsageError, match=r"peer\.key"):
         await (await start_pairing(scene, keys))[0]
     await owner.ask(RevokeRequest(ref=0, target=back.id))
@@ -1263,13 +1263,13 @@ async def test_paired_pc_becomes_a_member(scene: Scene) -> None:
 
 
 async def test_pairing_while_the_leader_changes(scene: Scene) -> None:
-    """What waits is told to ask again; an old approval admits nobody, a stored one holds."""
+    """Waiting PCs are told to ask again. Approvals from before are void, unless they are stored."""
     await scene.stop()
     await scene.start(pairing_port=0)
     owner, keys = await scene.peer(), [KeyPair.generate() for _ in range(2)]
     (waiting, code), (stored, other) = [await start_pairing(scene, one) for one in keys]
     found = await owner.send(PairingDecisionRequest(ref=0, code=code))
-    # The leader stores the other one, and dies before anybody is told.
+    # The leader stores the approval of the second PC, and ends before it tells any peer.
     scene.coordinator.membership.append_entries([admission(scene, keys[1])], owner.id)
     await scene.stop()
     for one in (waiting, stored):
@@ -1296,7 +1296,7 @@ async def test_pairing_while_the_leader_changes(scene: Scene) -> None:
 
 
 def admission(scene: Scene, keys: KeyPair) -> SignedEntry:
-    """What the owner signs to admit a PC."""
+    """The entry that the owner signs to admit a PC."""
     signer = scene.owner_keys.signer
     entry = AdmissionEntry(signer.verify_key, keys.signer.verify_key, "pc", time.time())
     return sign_entry(scene.coordinator.swarm.id, signer, entry)
@@ -1339,7 +1339,7 @@ async def test_pairing_needs_discovery(scene: Scene) -> None:
 
 
 async def test_duplicate_pc_is_told(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A state folder was copied, and both PCs run."""
+    """Two PCs run with copies of one state folder; one of them is told."""
     monkeypatch.setattr(duplicates, "ALTERNATION_INTERVAL_S", 0.0)
     owner = await scene.peer()
     first = await scene.join(await scene.token(owner))
@@ -1408,7 +1408,7 @@ async def test_incompatible_peer_is_excluded(
         shown["reason"]
         == f"refused: it runs molink 2.0 (protocol {PROTOCOL + 1}), the swarm runs {ours}"
     )
-    # Once the coordinator's PC is updated, the others are incompatible until they are.
+    # Once the coordinator's PC is updated, the others are incompatible until they are updated.
     await scene.stop()
     monkeypatch.setattr("molink.swarm.membership.versions.PROTOCOL", PROTOCOL + 1)
     for peer in (owner, newer):

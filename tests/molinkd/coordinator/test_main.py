@@ -44,7 +44,7 @@ class Process:
         return json.loads(self.child.stdout.readline())
 
     def end(self) -> tuple[int, str]:
-        """Close its input; returns its exit code and log."""
+        """Close the process's input; returns its exit code and log."""
         _, log = self.child.communicate(timeout=60)
         return self.child.returncode, log
 

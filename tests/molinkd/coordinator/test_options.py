@@ -4,7 +4,7 @@ import pytest
 
 from molinkd.coordinator.options import CoordinatorOptions, advertised_addresses, parse_options
 
-#: A verify key; and a text of that form, which no seed has as its verify key.
+#: A verify key, and a text of the same form that is not a verify key of any seed.
 KEY = "-:@3456789012345678901234567890123400013"
 NO_KEY = "-:@3456789012345678901234567890123456789"
 

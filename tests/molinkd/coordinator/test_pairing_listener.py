@@ -76,7 +76,7 @@ class Scene:
         )
 
     def approve(self, code: str, signed: str | None = None) -> str:
-        """As a member does: sign for the key of the PC that shows the code (or for another)."""
+        """Approve as a member does: sign the key of the PC that shows the code, or another key."""
         found = self.listener.find_joiner(code)
         key = found.verify_key if signed is None else signed
         self.listener.admit_joiner(code, key, lambda: self.admit(key))
@@ -125,7 +125,7 @@ class Raw:
         return cls(*await asyncio.open_connection("127.0.0.1", scene.listener.port))
 
     async def hear(self) -> Challenge | PairingResult | None:
-        """The next message; ``None`` once the connection has ended."""
+        """Read the next message; ``None`` once the connection has ended."""
         try:
             length = parse_frame_length(await self.reader.readexactly(LENGTH_BYTES))
             return decode_frame(await self.reader.readexactly(length), Challenge | PairingResult)
@@ -190,7 +190,7 @@ async def test_rejected_pc_is_told_why(scene: Scene) -> None:
         (Unavailable("the swarm has 64 PCs"), Unavailable, "is full"),
         (Overloaded("too many at once"), Unavailable, "too many PCs are joining"),
         (NotAuthorized("an entry of another PC"), PairingRefused, "refused"),
-        # Nobody refused it, and perhaps it is a member.
+        # The swarm didn't refuse it, and it may be a member already.
         (StateError("the disk is full"), Unavailable, "run `molink join` again"),
         (InvariantError("an entry twice"), Unavailable, "run `molink join` again"),
     ],
@@ -314,7 +314,7 @@ async def test_man_in_the_middle_is_exposed(scene: Scene) -> None:
     async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         pc, swarm = Raw(reader, writer), await Raw.dial(scene)
         length = parse_frame_length(await reader.readexactly(LENGTH_BYTES))
-        await reader.readexactly(length)  # what the PC commits to
+        await reader.readexactly(length)  # the PC's commitment
         mine = PairingInitiator(evil.signer.verify_key, "pc", "1", secrets.token_bytes(32))
         swarm.writer.write(encode_frame(mine.commitment))
         challenge = await swarm.hear()

@@ -35,7 +35,7 @@ SWARM = SwarmRecord(BUILT.log.swarm, "home", KEYS[0].public)
 
 
 def changed(change: Callable[[LogBuilder], object]) -> MembershipLog:
-    """The log with another entry."""
+    """A copy of the log with another entry."""
     built = copy.copy(BUILT)
     change(built)
     return built.log
@@ -113,7 +113,7 @@ def test_models_and_pipelines_are_stored(state: StateStore, tmp_path: Path) -> N
     state.commit_pipeline(pipeline(epoch=2, id="p2", replica=1))
     other = replace(pipeline(epoch=3, id="p3"), model="other")
     state.commit_pipeline(other)
-    # An epoch older than another pipeline's forms only now.
+    # A pipeline of an older epoch may form after one of a newer epoch.
     state.commit_pipeline(pipeline(formed=True, blocks=10))
     assert state.last_numbers() == (3, 3)
     kept = {pipeline(formed=True, blocks=10), pipeline(epoch=2, id="p2", replica=1), other}
@@ -180,10 +180,10 @@ def test_failed_write_changes_nothing(state: StateStore) -> None:
 
 
 class FullDisk:
-    """A connection to a database that can't be written when a statement begins so."""
+    """A database connection on which statements that begin with ``statement`` find a full disk."""
 
     def __init__(self, connection: sqlite3.Connection, statement: str, ends: bool) -> None:
-        """``ends``: SQLite has rolled back by itself, as it may."""
+        """``ends``: SQLite has rolled back by itself, which some errors cause."""
         self._connection, self._statement, self._ends = connection, statement, ends
 
     def __getattr__(self, name: str) -> Any:
@@ -199,7 +199,7 @@ class FullDisk:
 
 @pytest.mark.parametrize("ends", [False, True])
 @pytest.mark.parametrize("statement", ["UPDATE swarm SET term", "UPDATE swarm SET rev", "COMMIT"])
-def test_full_disk_changes_nothing_and_is_said(
+def test_a_full_disk_changes_nothing_and_is_reported(
     state: StateStore, statement: str, ends: bool
 ) -> None:
     """Once there is room again, writes succeed."""
@@ -272,7 +272,7 @@ def test_replica_reproduces_the_state(state: StateStore, tmp_path: Path) -> None
         other.restore_replica(replica, KEYS[1].public)
         assert other.to_replica().encode() == replica.encode()
         assert other.read_swarm() == replace(SWARM, public_key=KEYS[1].public)
-        other.restore_replica(replica, KEYS[1].public)  # over what there is, too
+        other.restore_replica(replica, KEYS[1].public)  # also over an existing state
         assert other.to_replica().encode() == replica.encode()
 
 
@@ -292,7 +292,7 @@ def test_changes_raise_the_revision_and_leaders_the_term(state: StateStore) -> N
 
 
 def test_file_copy_is_complete(state: StateStore, tmp_path: Path) -> None:
-    """All committed state is in the file that errors name."""
+    """The main database file, which errors name, contains all committed state."""
     state.save_log(changed(lambda built: built.leave(PEERS[1])))
     elsewhere = tmp_path / "copy"
     elsewhere.mkdir()

@@ -1,4 +1,4 @@
-"""The state of a former format is read, changed to the present one, and kept as it was beside."""
+"""A state of an earlier format is converted to the current one, and the original is kept."""
 
 import sqlite3
 from contextlib import closing
@@ -17,7 +17,7 @@ from tests.support.former_state import FORMAT, SWARM, restore_home
 
 
 def columns(path: Path) -> dict[str, set[tuple[object, ...]]]:
-    """Name, type, bounds and default of each column, by table."""
+    """The columns of each table with type, constraints and default."""
     with closing(sqlite3.connect(path)) as connection:
         tables = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
         return {

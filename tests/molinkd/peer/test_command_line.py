@@ -14,7 +14,7 @@ SCRIPT = "molink.exe" if WINDOWS else "molink"
 
 @pytest.fixture
 def venv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Its folder of programs; nothing is on the PATH."""
+    """The programs of a virtual environment; none is on the PATH."""
     folder = tmp_path / "a b" / "bin"
     folder.mkdir(parents=True)
     monkeypatch.setattr(sys, "executable", str(folder / "python"))
@@ -51,7 +51,7 @@ def test_without_a_script_python_runs_it(venv: Path) -> None:
 def test_quoting() -> None:
     assert join_words(["/a b/molink", "x"], windows=False) == "'/a b/molink' x"
     assert join_words([r"C:\venv\molink.exe", "x"], windows=True) == r"C:\venv\molink.exe x"
-    # PowerShell takes a quoted word for a text, unless it is told to run it.
+    # PowerShell takes a quoted word as a string unless `&` precedes it.
     assert join_words([r"C:\a b\molink.exe", "x"], windows=True) == r'& "C:\a b\molink.exe" x'
     assert quote_word(r"C:\Users\$x's", windows=True) == r"'C:\Users\$x''s'"
     assert quote_word(r"C:\Users\ä", windows=True) == '"C:\\Users\\ä"'

@@ -45,7 +45,7 @@ from tests.support.net import Net
 
 
 class Commands:
-    """What was asked for."""
+    """Records the requested commands."""
 
     def __init__(self) -> None:
         self.asked: list[object] = []

@@ -58,7 +58,7 @@ async def test_a_banned_member_does_not_continue(
 
 
 def test_an_output_error_is_ignored(tmp_path: Path) -> None:
-    """A terminal that is a file on a full disk, say: who leads must still be able to give way."""
+    """A full disk under a redirected terminal must not keep a leader from resigning."""
 
     tried: list[AnyDaemonEvent] = []
 

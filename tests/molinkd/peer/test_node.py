@@ -68,7 +68,7 @@ STATUS = {
 
 
 class Scene:
-    """A node, whose PC the founder has made an owner, and its coordinator with the log."""
+    """A node whose PC the founder has made an owner, and a coordinator with the log."""
 
     def __init__(self, net: Net, folder: Path) -> None:
         self.coordinator = net.server(control_codec(), self._handle)
@@ -146,7 +146,7 @@ class Scene:
         self.coordinator.send(self.identity, info)
 
     def claim_revoked(self, proof: bytes) -> None:
-        """Tell the node that it was shut out."""
+        """Tell the node that it was revoked."""
         message = Revoked(swarm=self.swarm, payload=Payload("u8", (len(proof),)))
         self.coordinator.send(self.identity, message, proof)
 
@@ -198,7 +198,7 @@ async def test_an_unavailable_model_is_reported_once(scene: Scene, net: Net) -> 
 
 
 async def test_requests_go_to_members_only(scene: Scene, net: Net) -> None:
-    """A coordinator names a PC that nobody has let in, or a member with another PC's key."""
+    """The coordinator names a PC that no member admitted, and a member with another PC's key."""
     planted, member = TestPeer(), TestPeer()
     scene.members.admit(scene.founder, member)
     scene.send_state()
@@ -215,7 +215,7 @@ async def test_requests_go_to_members_only(scene: Scene, net: Net) -> None:
     send_route("p3", member, member.keys.public)
     await net.until(lambda: scene.node._schedulers.routes)
     assert [route.pipeline for route in scene.node._schedulers.routes] == ["p3"]
-    # The entry was only late.
+    # The member's entry arrives after the route.
     scene.members.admit(scene.founder, planted)
     scene.send_state()
     await net.until(lambda: len(scene.node._schedulers.routes) == 2)
@@ -223,7 +223,7 @@ async def test_requests_go_to_members_only(scene: Scene, net: Net) -> None:
 
 
 async def test_a_pipeline_missing_in_a_new_session_is_removed(scene: Scene, net: Net) -> None:
-    """A coordinator that restarted doesn't know what ended meanwhile."""
+    """A restarted coordinator doesn't know which pipelines ended meanwhile."""
 
     def pipelines() -> set[str]:
         return {route.pipeline for route in scene.node._schedulers.routes}
@@ -240,7 +240,7 @@ async def test_a_pipeline_missing_in_a_new_session_is_removed(scene: Scene, net:
 
 
 async def test_revoking_leaves_time_for_the_reply(scene: Scene, net: Net) -> None:
-    """The one who is shut out counts for nothing at once; connections are cut a little later."""
+    """A revoked peer's messages are ignored at once; its connections are closed a little later."""
     peer, key = OTHER.peer, OTHER.keys.public
     member = PeerInfo(peer=peer, name="tv", public_key=key, addresses=(), control_port=0)
     scene.introduce(OTHER, member)
@@ -313,7 +313,7 @@ def _without_a_signature(scene: Scene) -> bytes:
 
 
 def _without_the_readmission(scene: Scene) -> bytes:
-    """It was shut out once, and is a member again."""
+    """A log in which this PC is revoked, although a later entry readmits it."""
     said = scene.members.revoke(scene.founder, scene.me)
     before = proof_of(scene.members)
     scene.members.readmit(scene.founder, said)
@@ -338,7 +338,7 @@ def _without_the_readmission(scene: Scene) -> bytes:
 async def test_a_coordinator_shuts_nobody_out(
     scene: Scene, net: Net, make_proof: Callable[[Scene], bytes], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Only the log that shows an owner's revocation of this PC does."""
+    """Only a log with an owner's revocation of this PC ends its membership."""
     scene.claim_revoked(make_proof(scene))
     scene.coordinator.send(scene.identity, Notice(text="read by now"))
     await net.until(lambda: ProblemReportedEvent(text="read by now") in scene.events)
@@ -353,13 +353,13 @@ async def test_whoever_a_revoked_pc_let_in_is_shut_out_too(scene: Scene, net: Ne
     swarm.admit(scene.founder, parent)
     swarm.admit(parent, scene.me)
     swarm.revoke(scene.founder, parent)
-    scene.leadership.replica.replica = None  # where the founder itself let it in
+    scene.leadership.replica.replica = None  # as on a PC that the founder itself admitted
     scene.claim_revoked(proof_of(swarm))
     await net.until(lambda: scene.shut_out == 1)
 
 
 async def test_a_join_that_the_coordinator_hides_does_not_end(scene: Scene, net: Net) -> None:
-    """Whoever ends an invitation names those that stay; the PC itself knows who joined."""
+    """An entry that ends an invitation lists those that joined by it, from this PC's own log."""
     guest = TestPeer(name="guest")
     invited, _ = scene.members.invite(scene.me, uses=2)
     hiding = scene.members.log
@@ -385,7 +385,7 @@ async def test_the_sweep_restarts_with_each_session(scene: Scene, net: Net) -> N
 
 
 class AlteredFiles(ModelFiles):
-    """Has the right manifest, and says something else than the chat template."""
+    """Has the right manifest, but an altered chat template."""
 
     def read_chunk(self, name: str, index: int) -> bytes:
         data = super().read_chunk(name, index)
@@ -395,7 +395,7 @@ class AlteredFiles(ModelFiles):
 def serve_files(
     scene: Scene, net: Net, folder: Path, kind: type[ModelFiles]
 ) -> tuple[PeerInfo, ModelFiles]:
-    """A member with the model in ``folder``, on a control socket of its own."""
+    """A member that offers the model in ``folder`` on its own control socket."""
     repository = ModelRepository()
     made = repository.add_model("m", folder)
     model_files = kind(made.folder, made.manifest, made.ranges, made.stamps)
@@ -457,7 +457,7 @@ async def test_a_source_that_alters_the_chat_template_is_banned(
 
 
 class SlowFiles(ModelFiles):
-    """Sends weights once it may."""
+    """Sends the tokenizer once ``may`` is set."""
 
     may = threading.Event()
 

@@ -6,7 +6,7 @@ from molinkd.peer.frontend.swarm_backend import POLL_INTERVAL_S, RunningClock
 
 
 class StoppableLoop(asyncio.SelectorEventLoop):
-    """An event loop whose time is what the test says."""
+    """An event loop whose time a test sets."""
 
     now = 100.0
 

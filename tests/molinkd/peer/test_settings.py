@@ -232,7 +232,8 @@ def test_scheduling_policies(tmp_path: Path) -> None:
     given = load_settings(nowhere, {"scheduling_policy": "skip-join-mlfq"}, {})
     assert given.pipeline.scheduling_policy == "skip-join-mlfq"
     complaint = "`scheduling_policy` is one of fcfs, skip-join-mlfq, .*, not 'lottery'"
-    with pytest.raises(UsageError, match="not 'srpt'"):  # knows the future
+    # A policy of the simulator, which needs the answers' lengths.
+    with pytest.raises(UsageError, match="not 'srpt'"):
         load_settings(nowhere, {"scheduling_policy": "srpt"}, {})
     with pytest.raises(UsageError, match=rf"the environment .*{complaint}"):
         load_settings(nowhere, {}, {"MOLINK_SCHEDULING_POLICY": "lottery"})

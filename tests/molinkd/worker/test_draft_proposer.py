@@ -1,4 +1,4 @@
-"""A draft model: what it guesses, and what it keeps of each request."""
+"""A draft model's proposals, and what it keeps of each request."""
 
 import random
 from collections.abc import Sequence
@@ -49,7 +49,7 @@ def ask(of: DraftProposer, *asks: DraftRequest, over: Sequence[int] = ()) -> lis
     return of.propose_drafts(DraftBatch(asks, over))
 
 
-def test_it_guesses_the_likeliest_tokens(stage: Stage, other: Stage) -> None:
+def test_it_drafts_the_likeliest_tokens(stage: Stage, other: Stage) -> None:
     made = drafter(stage)
     (one, two) = ask(made, DraftRequest(0, 0, TEXT, 3), DraftRequest(1, 0, TEXT[:2], 5))
     assert one.tokens == greedy(other, TEXT, 3)
@@ -59,9 +59,7 @@ def test_it_guesses_the_likeliest_tokens(stage: Stage, other: Stage) -> None:
 
 
 @pytest.mark.parametrize("right", range(4))
-def test_it_goes_on_from_the_last_guess_that_was_right(
-    stage: Stage, other: Stage, right: int
-) -> None:
+def test_it_continues_after_the_last_right_draft(stage: Stage, other: Stage, right: int) -> None:
     made = drafter(stage)
     (first,) = ask(made, DraftRequest(0, 0, TEXT, 3))
     new = (*first.tokens[:right], 7)
@@ -85,14 +83,14 @@ def test_it_computes_only_what_is_new(stage: Stage, monkeypatch: pytest.MonkeyPa
     assert rows == [len(TEXT), 1, 1, 1, 1, 2]
 
 
-def test_it_takes_in_a_long_text_in_parts(stage: Stage, other: Stage) -> None:
+def test_it_takes_a_long_text_in_several_requests(stage: Stage, other: Stage) -> None:
     made = drafter(stage)
     assert ask(made, DraftRequest(0, 0, TEXT[:5])) == [DraftTokens(0)]
     (found,) = ask(made, DraftRequest(0, 5, TEXT[5:], 2))
     assert found.tokens == greedy(other, TEXT, 2)
 
 
-def test_it_takes_in_no_more_than_a_pass(
+def test_it_prefills_at_most_one_pass_per_request(
     stage: Stage, other: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("molinkd.worker.draft_proposer._MOST", 6)
@@ -102,14 +100,14 @@ def test_it_takes_in_no_more_than_a_pass(
     assert found.tokens == greedy(other, (*TEXT, 7), 2)
 
 
-def test_it_stops_where_too_little_is_likely(stage: Stage) -> None:
+def test_it_stops_drafting_at_an_unlikely_token(stage: Stage) -> None:
     (whole,) = ask(drafter(stage), DraftRequest(0, 0, TEXT, 8))
     least = 0.99 * whole.probabilities[0] * whole.probabilities[1]
     (found,) = ask(drafter(stage), DraftRequest(0, 0, TEXT, 8, least))
     assert found.tokens == whole.tokens[:3]
 
 
-def test_requests_that_end_leave_nothing(stage: Stage) -> None:
+def test_ended_requests_leave_no_blocks(stage: Stage) -> None:
     made, rng = drafter(stage, blocks=40), random.Random(2)
     alive, number = dict[int, int](), 0
     for _ in range(60):
@@ -143,7 +141,7 @@ def test_the_least_recently_used_sequence_is_evicted(stage: Stage, other: Stage)
     assert made.num_held_blocks <= 8
     (again,) = ask(made, DraftRequest(0, len(TEXT), (5,), 2))
     assert again.tokens == greedy(other, (*TEXT, 5), 2)
-    # There is room for two of them at once.
+    # Its KV pool holds two of these requests at once.
     asks = [DraftRequest(number, 0, TEXT, 1) for number in (5, 6, 7)]
     assert [len(guess.tokens) for guess in ask(made, *asks)] == [1, 1, 0]
 
@@ -155,7 +153,7 @@ def test_no_drafts_beyond_context_or_vocabulary(stage: Stage) -> None:
     assert ask(made, DraftRequest(1, 2, (1,), 5)) == [DraftTokens(1)]
 
 
-def test_it_guesses_only_tokens_of_the_model_that_is_served(stage: Stage) -> None:
+def test_it_drafts_only_tokens_of_the_served_model(stage: Stage) -> None:
     (found,) = ask(drafter(stage, vocabulary=9), DraftRequest(0, 0, TEXT, 8))
     assert max(found.tokens) < 9
 

@@ -22,7 +22,7 @@ NO_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 
 
 
 class HungryStage:
-    """A stage, some steps of which ask for too much; nothing may be made on its device by then."""
+    """A stage on which some steps run out of memory; handling the error may allocate nothing."""
 
     def __init__(self, stage: Stage) -> None:
         self._stage = stage
@@ -105,7 +105,7 @@ def run_both(folder: ModelFolder, *, interrupts: bool, closes: bool = False) -> 
     chunk, decode = chunk_and_decode()
 
     def interrupt() -> None:
-        executor.submit_copy(BlockCopy(2, True, (5,), (0,)))  # fails: there is no host memory
+        executor.submit_copy(BlockCopy(2, True, (5,), (0,)))  # fails without host memory
         executor.submit_step([decode], ended.put)
         if closes:
             executor._jobs.put(None)
@@ -140,7 +140,7 @@ def test_steps_queued_during_a_chunk_run_between_its_layers(
 
 
 class PreparingStage:
-    """A stage that wants some graphs, of which one can't be made."""
+    """A stage with ``wanted`` graphs to capture, the first of which may fail."""
 
     def __init__(self, wanted: int, fails: bool) -> None:
         self.wanted, self.fails = wanted, fails
@@ -166,10 +166,10 @@ def test_an_idle_stage_captures_graphs_one_at_a_time(
     executor = StageExecutor(stage, table(), lambda function, result: function(result))
     assert stage.tried.wait(30)
     done: queue.SimpleQueue[StepResult] = queue.SimpleQueue()
-    executor.submit_step([], done.put)  # of which this stage can make nothing, but the thread lives
+    executor.submit_step([], done.put)  # fails on this fake stage, but the thread survives
     assert done.get(timeout=30).error is not None
     executor.close()
-    assert stage.made in ((1, 2) if fails else (3, 4))  # once more after the step
+    assert stage.made in ((1, 2) if fails else (3, 4))  # one attempt more after the step
 
 
 def test_a_busy_stage_captures_no_graphs() -> None:
@@ -231,14 +231,14 @@ def test_the_last_stage_reports_failed_requests(folder: ModelFolder, freed: list
 def test_a_failed_step_allocates_nothing_on_the_device(
     folder: ModelFolder, freed: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a device that is full, only the PC's own memory is left to report with."""
+    """The device is full, so the error is reported from host memory."""
     stage = load(folder, (1, 3))
     stage.error, stage.device = NO_MEMORY, torch.device("meta")
     done = step(stage, bytearray(2 * 64 * 4), table())
     assert done.outputs
 
 
-def test_the_next_step_works_and_its_result_is_what_it_would_have_been(
+def test_the_step_after_a_failed_one_gives_the_usual_result(
     folder: ModelFolder, freed: list[int]
 ) -> None:
     stage = load(folder, (0, 1))

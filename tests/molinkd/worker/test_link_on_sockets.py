@@ -54,7 +54,7 @@ class Pair:
         sender = LinkSender(1, create_policy(policy) if isinstance(policy, str) else policy)
         sending = OutLinkEvents(lambda: idle, self.deaths.append)
         self.outgoing = OutLink(loop, self.dialer.open_connection, sender, name, sending)
-        # Whatever comes of the test, or the context could never be closed.
+        # Also if the test fails; otherwise the context can't be closed.
         net.at_end(self.close)
 
     def listen(self, server: Server[Any]) -> Server[Any]:
@@ -115,8 +115,8 @@ async def test_a_link_survives_broken_connections(net: Any) -> None:
     assert pair.deaths == []
 
 
-async def test_a_link_survives_reconnects(net: Any) -> None:
-    """The old ones live on, and what still comes on them counts no more."""
+async def test_a_link_survives_its_clients_reconnects(net: Any) -> None:
+    """Old connections live on, but messages that still arrive on them don't count."""
     pair = Pair(net)
     pair.outgoing.start()
     await net.until(lambda: pair.outgoing.stats.rtt > 0)
@@ -137,8 +137,8 @@ async def test_a_link_survives_reconnects(net: Any) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-async def test_volumes_in_pieces_over_broken_connections(net: Any, policy: str) -> None:
-    """Connections break between the pieces of volumes; rows come as they are produced."""
+async def test_volumes_in_fragments_over_broken_connections(net: Any, policy: str) -> None:
+    """Connections break between a volume's fragments; rows are sent as they are computed."""
     pair = Pair(net, policy, cut_through=True)
     pair.outgoing.start()
     sent = {tick: volume(tick, 2000, prefill=tick % 3 > 0) for tick in range(6)}
@@ -191,7 +191,7 @@ async def test_a_recorded_run_decides_the_same_again(net: Any, policy: str) -> N
 
 
 def rows_of(pair: Pair, tick: int) -> int:
-    """How many rows of a volume have been reported."""
+    """The number of rows of a volume that have been reported."""
     bodies = (Volume, VolumeFragment)
     return max(
         (

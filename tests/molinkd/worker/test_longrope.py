@@ -1,4 +1,4 @@
-"""LongRoPE as workers run it: what transformers gives for short prompts and for long ones."""
+"""LongRoPE as workers run it: short and long prompts get transformers' answers."""
 
 import json
 from collections.abc import Sequence
@@ -33,12 +33,12 @@ PHI3 = {
     "max_position_embeddings": 8192,
     "sliding_window": None,
 }
-#: Log-probabilities of float32 products in another order.
+#: Tolerance of log-probabilities whose float32 sums have another order.
 CLOSE = 2e-4
 
 
 class Workers:
-    """A head and two stages, that hand each other what workers do."""
+    """A scheduler and two stages that pass each other what workers do."""
 
     def __init__(self, folder: Path) -> None:
         opened = ModelFolder.open(folder)
@@ -59,9 +59,9 @@ class Workers:
             stage.allocate_kv_pool(limits.num_blocks, limits.block_size)
 
     def serve(self, *asked: tuple[Sequence[int], int]) -> list[list[OutputToken]]:
-        """The answers to prompts that come at once, each of so many tokens: the first 32 of them.
+        """Submit (prompt, tokens to generate) at once; returns the first 32 tokens of each answer.
 
-        Then their client takes no more, and goes away.
+        After those the client's credit is used up, and it cancels its requests.
         """
         for number, (tokens, count) in enumerate(asked):
             prompt = tuple(tokens)
@@ -122,7 +122,7 @@ def prompt(count: int) -> list[int]:
 
 
 def check(reference: Reference, tokens: Sequence[int], answer: Sequence[OutputToken]) -> None:
-    """The greedy tokens, and how likely each is, are those of one forward over all of them."""
+    """Compare greedy tokens and their log-probabilities with one forward pass over all tokens."""
     found = [one.token for one in answer]
     logits = reference.logits([*tokens, *found[:-1]])[len(tokens) - 1 :]
     assert logits.argmax(-1).tolist() == found
@@ -134,14 +134,14 @@ def check(reference: Reference, tokens: Sequence[int], answer: Sequence[OutputTo
 def test_short_and_long_prompts(folder: Path, reference: Reference) -> None:
     workers = Workers(folder)
     short, long = prompt(40), prompt(4200)
-    # At once, in one batch: rows of both are rotated each in their way.
+    # Both at once, in one batch: each prompt's rows are rotated by its own frequencies.
     answers = workers.serve((short, 20), (long, 4))
     check(reference, short, answers[0])
     check(reference, long, answers[1])
-    # One after the other: what one has left in the cache is of no use to the other.
+    # One after the other: short and long prompts share no cached blocks.
     (again,) = workers.serve((prompt(60), 4))
     check(reference, prompt(60), again)
-    assert again[0].cached_tokens == 40  # and not the 60 that the long prompt begins with
+    assert again[0].cached_tokens == 40  # although the long prompt begins with the same 60 tokens
     (again,) = workers.serve(([*long, 5], 4))
     check(reference, [*long, 5], again)
     assert again[0].cached_tokens == 4200
@@ -153,7 +153,8 @@ def test_a_prompt_whose_answer_may_be_long_is_rotated_for_that(
     workers = Workers(folder)
     tokens = prompt(40)
     short = workers.serve((tokens, 2))[0][0]
-    # Up to 4096 tokens have keys, the last sampled one hasn't: as long as may be.
+    # The pool stores keys of up to 4096 tokens, and the last sampled token needs none, so this
+    # answer is the longest that counts as short.
     fits = workers.serve((tokens, 4096 + 1 - 40))[0][0]
     long = workers.serve((tokens, 4096 + 2 - 40))[0][0]
     assert fits.logprob == pytest.approx(short.logprob, abs=CLOSE)

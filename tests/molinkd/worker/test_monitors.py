@@ -1,4 +1,4 @@
-"""Warnings about short host memory, and how often they come."""
+"""Warnings about scarce host memory, and how often they are repeated."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The last stage of an embedding model: a row for each prompt, and failed requests."""
+"""The last stage of an embedding model: a row per prompt, and failed requests."""
 
 from array import array
 from pathlib import Path
@@ -34,7 +34,7 @@ def stage(folder: Path) -> Stage:
 
 
 def table(*requests: int) -> RequestTable:
-    """As on the last stage of an embedding model, which compiles no grammars."""
+    """The last stage's requests; without a grammar compiler, since embedding models need none."""
     made = RequestTable()
     for request in requests:
         made.admit_request(Admit(request + 1, request, SamplingParams(), 2))
@@ -88,7 +88,7 @@ def test_drafts_are_ignored(stage: Stage) -> None:
 
 
 def test_requests_that_fail(stage: Stage) -> None:
-    """One that failed before, one with a grammar, and one whose row is not finite."""
+    """One failed before, one has a grammar, and in the last case no row is finite."""
     requests = table(0, 1)
     requests[0].failed = True
     requests.set_grammar(1, b"x")

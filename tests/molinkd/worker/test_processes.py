@@ -188,7 +188,7 @@ class Daemon:
         self._client = client
         self.tokens: dict[str, list[int]] = {}
         self.rejected: dict[str, str] = {}
-        #: What was said with each request's first token.
+        #: The cached tokens that were reported with each request's first token.
         self.cached: dict[str, int] = {}
         self._over: dict[str, asyncio.Event] = {}
 
@@ -286,7 +286,8 @@ async def test_ring_generates_what_transformers_does(
             results = [await daemon.finished(f"r{index}") for index in range(len(prompts))]
             assert results == expected
 
-            # What was computed serves those who begin alike, copied parts of blocks included.
+            # Prompts that begin with computed tokens find them cached, also where they share part
+            # of a block.
             for index, prompt in enumerate(prompts):
                 daemon.submit(f"again{index}", prompt)
             daemon.submit("turn", turn := [*expected[3], *PROMPT])
@@ -304,7 +305,7 @@ async def test_ring_generates_what_transformers_does(
 async def test_a_worker_asks_its_draft_model(
     make_model: Any, tmp_path: Path, client_keys: KeyPair
 ) -> None:
-    """It is the model itself, so what it guesses is right."""
+    """The draft model is the model itself, so its drafts are right."""
     folder = make_model(tmp_path / "model")
     expected = reference(folder, PROMPT)
     with ring_of(folder, [0, 2, 3], client_keys, draft=folder) as stages:
@@ -353,7 +354,7 @@ async def test_cancel_new_epoch_and_penalties(pair: Pair, client_keys: KeyPair) 
         assert first != plain
 
         stats = stages[0].hear(WorkerStats)
-        # The first reports may be from before the requests.
+        # The first reports may be older than the requests.
         while (
             stats.counters["scheduler_finished_total"] < 1 or stats.gauges["scheduler_blocks_used"]
         ):

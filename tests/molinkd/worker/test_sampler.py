@@ -1,4 +1,4 @@
-"""What a grammar forces is told to the head, and verified without logits."""
+"""The last stage reports the tokens that a grammar forces; they are verified without logits."""
 
 import json
 from collections.abc import Sequence
@@ -45,12 +45,12 @@ def folder(make_model: Any, tmp_path_factory: pytest.TempPathFactory) -> ModelFo
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A busy PC compiles a grammar later than a swarm waits for it."""
+    """A busy PC takes longer to compile a grammar than a swarm waits for it."""
     monkeypatch.setattr(matcher, "COMPILE_TIMEOUT_S", 60)
 
 
 class Tail:
-    """A whole model, asked for one answer."""
+    """A stage with all layers, for one request."""
 
     def __init__(self, folder: ModelFolder, sampling: SamplingParams) -> None:
         self.stage = Stage.load_layers(folder, (0, folder.config.layers), "cpu", "f32")
@@ -81,7 +81,7 @@ class Tail:
         return result.sampled
 
     def answer(self, ends: Sequence[int], *, drafted: bool, prepared: bool) -> list[int]:
-        """Tokens, with what is forced as drafts or alone."""
+        """Generate until a token of ``ends``, with forced tokens as drafts if ``drafted``."""
         found = [*PROMPT]
         sampled = self.step(PROMPT, 0)
         while True:

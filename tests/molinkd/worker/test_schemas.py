@@ -23,11 +23,11 @@ FOLDER = find_demo_model().path
 VOCABULARY = 2048
 TOKENIZER = Tokenizer.open(FOLDER)
 GRAMMARS = GrammarCompiler(FOLDER, VOCABULARY)
-#: No answer to these schemas need be as long.
+#: No answer to these schemas needs more tokens.
 MOST_TOKENS = 4000
 KEYS = st.sampled_from(["a", "b", "name", 'quo"te', "ключ", "x y", "🦊"])
 LENGTHS = st.integers(0, 12)
-#: What these schemas mean here without saying it.
+#: What molink assumes for these schemas, and the validator doesn't.
 NAMED_ONLY = {"unevaluatedProperties": False}
 
 
@@ -97,7 +97,7 @@ SCHEMAS = st.recursive(leaves(), wider, max_leaves=6)
 
 
 def answer(schema: dict[str, Any], seed: int, temperature: float) -> str:
-    """What random logits say under ``schema``, through the sampler."""
+    """Sample from random logits under ``schema``; returns the text."""
     grammar = build_grammar("json_schema", json.dumps(schema))
     check_grammar(grammar)
     constraint = GRAMMARS.start_matcher(grammar)
@@ -133,18 +133,18 @@ def check(schema: dict[str, Any], seed: int) -> None:
 
 @settings(max_examples=40)
 @given(SCHEMAS, st.integers(0, 2**32))
-def test_answers_are_what_their_schemas_say(schema: dict[str, Any], seed: int) -> None:
+def test_answers_conform_to_their_schemas(schema: dict[str, Any], seed: int) -> None:
     check(schema, seed)
 
 
 @pytest.mark.slow
 @settings(max_examples=1000)
 @given(SCHEMAS, st.integers(0, 2**32))
-def test_a_thousand_answers_are_what_their_schemas_say(schema: dict[str, Any], seed: int) -> None:
+def test_a_thousand_answers_conform_to_their_schemas(schema: dict[str, Any], seed: int) -> None:
     check(schema, seed)
 
 
-def test_drafts_change_no_answer_that_is_held_to_a_schema() -> None:
+def test_drafts_change_no_answer_with_a_schema() -> None:
     item = {
         "type": "object",
         "properties": {"name": {"enum": ["first one", "second one"]}, "n": {"type": "integer"}},

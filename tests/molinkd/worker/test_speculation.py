@@ -42,7 +42,7 @@ SAMPLINGS = {
 
 @dataclass
 class Executor:
-    """A stage with the requests that it knows."""
+    """A stage and its requests."""
 
     queue: EventQueue
     stage: Stage
@@ -57,11 +57,11 @@ class Executor:
 
 @dataclass
 class Asked:
-    """A draft model that answers after a millisecond for each token of the longest guess."""
+    """A draft model that takes a millisecond per token of its longest draft."""
 
     queue: EventQueue
     drafter: DraftProposer
-    #: Most KV blocks that its requests held.
+    #: Most KV blocks that requests held at once.
     peak: int = 0
 
     def request_drafts(self, order: DraftBatch, done: Callable[[DraftResults], None]) -> None:
@@ -72,7 +72,7 @@ class Asked:
 
 
 class Known:
-    """Drafts what the request was answered without drafts, with a mistake now and then."""
+    """Drafts the answers of a run without drafts, with a wrong token now and then."""
 
     def __init__(self, texts: Sequence[Sequence[int]], rng: random.Random) -> None:
         self._texts, self._rng = texts, rng
@@ -87,7 +87,7 @@ class Known:
 
 @dataclass
 class Right:
-    """Drafts a text."""
+    """Drafts the continuation of ``text``."""
 
     text: Sequence[int]
 
@@ -107,7 +107,7 @@ def stages(folder: ModelFolder) -> Sequence[Stage]:
 
 
 def prompts() -> list[tuple[int, ...]]:
-    """Of various lengths; most repeat themselves."""
+    """Prompts of various lengths; most repeat themselves."""
     rng = random.Random(3)
     part = [rng.randrange(256) for _ in range(9)]
     return [(1, 2, 3, 4) * 4, (*part, 9, *part, 7, *part[:4]), (17,), tuple(part), (5, 6) * 11]
@@ -123,7 +123,7 @@ def answers(
     drafter: DraftProposer | None = None,
     **limits: Any,
 ) -> tuple[dict[str, list[OutputToken]], dict[str, float]]:
-    """What the prompts of these numbers are answered, and the head's counters, with the time."""
+    """Answers to the given prompts, and the scheduler's counters with the run's seconds."""
     queue, tables = EventQueue(), [RequestTable() for _ in stages]
     for stage in stages:
         stage.allocate_kv_pool(limits.get("num_blocks", BLOCKS), BLOCK_SIZE)
@@ -164,7 +164,7 @@ def answers(
 
 
 def plain(found: dict[str, list[OutputToken]]) -> dict[str, list[Any]]:
-    """All but logprobs, which rows beside them may change in their last bits."""
+    """Positions, tokens and finish reasons: logprobs depend on the batch in their last bits."""
     return {
         key: [(each.position, each.token, each.finish_reason) for each in tokens]
         for key, tokens in found.items()
@@ -204,7 +204,7 @@ def test_drafts_that_are_often_right_change_no_answer(
 
 
 def test_lookahead_drafts_save_round_trips(stages: Sequence[Stage]) -> None:
-    # A turn takes 45 ms.
+    # A round trip takes 45 ms.
     only: Any = {"samplings": ["penalties"], "asked": [0]}
     without, alone = answers(stages, 0, **only)
     text = [*prompts()[0], *(token.token for token in without["penalties 0"])]
@@ -226,7 +226,7 @@ def test_few_blocks_and_drafts(stages: Sequence[Stage]) -> None:
 
 # --- a draft model --------------------------------------------------------------------------------
 
-#: A step takes 10 ms, and a pass of the draft model one.
+#: A stage's step takes 10 ms, and a draft model's pass 1 ms.
 STAGE = Profile(decode=((1, 0.010), (64, 0.012)), prefill=((16, 0.010), (64, 0.020)))
 SMALL = DraftModelFacts(Profile(decode=((1, 0.001),), prefill=((16, 0.001), (64, 0.002))), 64)
 
@@ -234,7 +234,7 @@ SMALL = DraftModelFacts(Profile(decode=((1, 0.001),), prefill=((16, 0.001), (64,
 def draft_model(
     folder: ModelFolder, stages: Sequence[Stage], **answered: Any
 ) -> tuple[dict[str, list[OutputToken]], dict[str, float]]:
-    """Answers where all layers of ``folder`` are a draft model; no KV of it is left."""
+    """Answers with all layers of ``folder`` as draft model, which frees all its KV blocks."""
     whole = Stage.load_layers(folder, (0, folder.config.layers), "cpu", "f32")
     drafter = DraftProposer(whole, 40, BLOCK_SIZE, stages[0].config.vocab_size)
     found = answers(stages, drafter=drafter, profiles=(STAGE,) * 3, draft_model=SMALL, **answered)
@@ -253,7 +253,7 @@ def test_correct_drafts_change_no_answer(
     assert plain(found) == plain(without)
     assert counters["scheduler_draft_model_tokens_total"] > 20
     accepted = "scheduler_draft_tokens_accepted_total"
-    # So many streams at once are worth few asks.
+    # With this many streams the automatic count asks for few drafts.
     if num_speculative_tokens != AUTO_DRAFTS:
         assert counters[accepted] > 1.5 * lookups[accepted]
 
@@ -292,14 +292,14 @@ def test_a_draft_model_with_few_blocks_changes_no_answer(
     assert counters["scheduler_preemptions_total"] > 0
 
 
-# --- tokens that the last stage predicts ---------------------------------------------------------
+# --- multi-token prediction -----------------------------------------------------------------------
 
-#: As of other stages; another MTP draft takes 1 ms.
+#: The stages' profile; another MTP draft takes 1 ms.
 LAST_STAGE = msgspec.structs.replace(STAGE, mtp_s=0.001)
 
 
 class NoDrafts:
-    """Leaves all drafts to the last stage."""
+    """Proposes none, so that only the last stage drafts."""
 
     def propose_drafts(self, tokens: Sequence[int], count: int) -> DraftProposal:
         return DraftProposal()
@@ -321,7 +321,7 @@ def random_mtp(make_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Seq
 
 @pytest.fixture(scope="module")
 def right_mtp(make_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Sequence[Stage]:
-    """A model whose next token depends on the last one only, so that one layer can predict it."""
+    """A model whose next token depends only on the last one, so that its MTP layer predicts it."""
     made = make_model(tmp_path_factory.mktemp("right"), "glm4_moe", first_k_dense_replace=4)
     path = add_draft_layer(made) / "model.safetensors"
     tensors = load(path.read_bytes())
@@ -370,7 +370,7 @@ def test_greedy_mtp_drafts_are_all_right(
     found, counters = mtp_drafts(right_mtp, count, lookahead_volumes=ahead, **only)
     assert plain(found) == plain(without)
     accepted = counters["scheduler_draft_tokens_accepted_total"]
-    # What lies behind the end of an answer is not verified.
+    # Drafts beyond the end of an answer are not verified.
     assert counters["scheduler_draft_tokens_total"] - accepted < 3 * count
     assert counters["seconds"] < 0.75 * before["seconds"]
 

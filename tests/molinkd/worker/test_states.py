@@ -1,7 +1,6 @@
-"""Models that keep a state of each request, in a ring of real stages without processes.
+"""Models with a recurrent state per request, in a ring of real stages without processes.
 
-Answers are those of transformers, whatever is scheduled, preempted, cancelled or found in the
-prefix cache meanwhile.
+Answers are those of transformers, also with preemption, cancellations and prefix-cache hits.
 """
 
 import random
@@ -38,7 +37,7 @@ Prompts = dict[str, tuple[int, ...]]
 
 @dataclass
 class Computes:
-    """A stage with the requests that it knows; steps are done at once."""
+    """A stage and its requests; steps take no time."""
 
     queue: EventQueue
     stage: Stage
@@ -55,7 +54,7 @@ class Computes:
 
 
 class States:
-    """A ring of stages that begins to serve when it is made."""
+    """A ring of stages that serves at once."""
 
     def __init__(self, stages: Sequence[Stage], **limits: Any) -> None:
         self.queue, tables = EventQueue(), [RequestTable() for _ in stages]
@@ -209,7 +208,7 @@ def test_rows_run_between_the_layers_of_a_chunk(
 
 
 def test_a_chat_is_continued_from_its_state(stages: Sequence[Stage], folder: Path) -> None:
-    """Each turn computes only what is new, and one again from a snapshot of its prompt."""
+    """Each turn computes only its new tokens; a repeated one starts from its prompt's snapshot."""
     served, reference = States(stages), Reference(folder)
     rng, prompt, cached = random.Random(7), list[int](), list[int]()
     for turn in range(3):
@@ -249,7 +248,7 @@ def test_repeated_prompts_share_few_slots(
 ) -> None:
     """Requests are preempted and snapshots dropped for others, but no answer changes."""
     served = States(stages, num_blocks=28, state_slots=5, min_snapshot_rows=1)
-    for turn in "ab":  # the last prompts first, before they are evicted
+    for turn in "ab":  # the last prompts first, before their snapshots are evicted
         served.submit({f"{turn}{key}": prompts[key] for key in sorted(prompts, reverse=turn > "a")})
         served.finish()
     for turn in "ab":
@@ -267,7 +266,7 @@ def test_repeated_prompts_share_few_slots(
         {"preemption_mode": "reactive-swap"},
     ],
 )
-def test_what_a_state_can_not_do_is_refused(wrong: dict[str, Any]) -> None:
+def test_unsupported_settings_of_states_are_refused(wrong: dict[str, Any]) -> None:
     limits = {"num_blocks": 8, "block_size": 4, "micro_batches": 1}
     with pytest.raises(UsageError, match="recurrent layers"):
         SchedulerConfig(**limits | {"state_slots": 2} | wrong)

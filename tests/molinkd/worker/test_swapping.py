@@ -36,7 +36,7 @@ SAMPLINGS = {
 
 @dataclass
 class Computes:
-    """A stage with the requests that it knows; steps and copies are done at once."""
+    """A stage and its requests; steps and copies take no time."""
 
     queue: EventQueue
     stage: Stage
@@ -79,7 +79,7 @@ def serve(
     until: Callable[[VirtualRing], bool] | None = None,
     **limits: Any,
 ) -> tuple[dict[str, list[OutputToken | Rejected]], VirtualRing, list[Computes]]:
-    """What they are answered, to the end or ``until`` then, the ring, and its stages."""
+    """Serve until all requests end or ``until`` holds; returns answers, ring and stages."""
     queue, tables = EventQueue(), [RequestTable() for _ in stages]
     given = {"block_size": BLOCK_SIZE, "micro_batches": 2, "max_num_batched_tokens": 16}
     bounds = SchedulerConfig(**{"num_blocks": BLOCKS, "prefix_cache": False, **given, **limits})
@@ -122,7 +122,7 @@ def serve(
 
 @pytest.fixture(scope="module")
 def plenty(stages: Sequence[Stage]) -> dict[str, list[int]]:
-    """What all are answered where there are blocks for all."""
+    """The answers with blocks for all requests at once."""
     return texts(serve(stages, requests())[0])
 
 
@@ -202,7 +202,7 @@ def test_a_failed_swap_in_fails_its_request(stages: Sequence[Stage]) -> None:
 def test_swapped_requests_are_replayed_after_a_lost_stage(
     stages: Sequence[Stage], plenty: dict[str, list[int]]
 ) -> None:
-    """A new ring knows nothing of host memory: all are submitted again, as their daemons do."""
+    """A new ring's host memory is empty: all requests are submitted again, as daemons do."""
     few: Any = {"num_blocks": FEW, "preemption_mode": "reactive-swap"}
     requested = requests()
 

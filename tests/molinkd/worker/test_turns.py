@@ -1,4 +1,4 @@
-"""Requests whose rows take turns at two stages never get each other's, however many steps."""
+"""Requests whose steps alternate on two stages never get each other's rows, over many steps."""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -19,7 +19,7 @@ from molinkd.worker.step import run_step
 from tests.support.models import MakeModel
 
 REQUESTS, BLOCK_SIZE = 6, 8
-#: Tokens of the shortest prompt; each further one is as much longer as is odd to blocks.
+#: Tokens of the shortest prompt; each further one has this many more, not a multiple of blocks.
 SHORTEST, LONGER = 5, 11
 DEVICES = [
     pytest.param("cpu", 60, id="cpu"),
@@ -29,7 +29,7 @@ DEVICES = [
 
 @dataclass
 class Turns:
-    """Two stages as two workers have them; every step of a request repeats its last token's."""
+    """Two stages as two workers run them; each step of a request computes its last token again."""
 
     stages: Sequence[Stage]
     tables: Sequence[RequestTable]
@@ -39,7 +39,7 @@ class Turns:
     def run(
         self, requests: Sequence[int], *, whole: bool = False
     ) -> tuple[torch.Tensor, list[int]]:
-        """The rows between the stages, and the tokens, after each one's last token (or all)."""
+        """Compute each last token, or all; returns the rows between the stages and the tokens."""
         self.tick += 1
         groups, tokens = [], list[int]()
         for request in requests:
@@ -60,7 +60,7 @@ class Turns:
 
 @pytest.fixture
 def threads() -> Iterator[tuple[ThreadPoolExecutor, ThreadPoolExecutor]]:
-    """One that allocates and one that computes, as a worker has them."""
+    """A thread that allocates and one that computes, as in a worker."""
     with ThreadPoolExecutor(1) as allocates, ThreadPoolExecutor(1) as computes:
         yield allocates, computes
 

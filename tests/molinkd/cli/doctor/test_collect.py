@@ -78,7 +78,7 @@ def test_swarm_facts_from_status() -> None:
     )
     assert (found.punched, found.router, found.forwarded) == ((("a", "b"),), "cone", "8.8.4.4")
     assert [one.is_online for one in found.peers] == [True, False]
-    # A status of an older version, or of this PC alone.
+    # A status of an older version, or of a PC without a coordinator.
     bare = read_swarm({"swarm": "s", "peers": []}, 7, 0.0, 0.0)
     assert (bare.own_id, bare.clock_offset_s, bare.unreachable) == ("", None, ())
 
@@ -131,7 +131,8 @@ def test_kernels_are_tested_with_the_served_models_shapes(
     for name in ("molink-demo", "another"):
         collect._run_self_test(home, Settings(name="pc"), name)
     assert asked == [find_demo_model().path, None]
-    assert not home.kernel_checks.exists()  # workers must check again
+    # The stored result is deleted, so workers run the checks again.
+    assert not home.kernel_checks.exists()
 
 
 def test_a_missing_folder(tmp_path: Path) -> None:

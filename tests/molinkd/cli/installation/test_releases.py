@@ -1,4 +1,4 @@
-"""What a server says of its release is checked before anything is taken from it."""
+"""A release's metadata from a server is verified before anything is installed from it."""
 
 import base64
 import hashlib
@@ -84,7 +84,7 @@ def test_a_redirect_does_not_leave_https(server: ReleaseServer) -> None:
     assert fetch_release(server.url).notes.version == "1.2.3"
 
 
-def test_a_molink_with_a_key_takes_signed_releases_alone(
+def test_a_build_with_a_key_accepts_only_signed_releases(
     server: ReleaseServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = SigningKey.generate()
@@ -109,14 +109,14 @@ def sign_like_minisign(data: bytes, keys: SigningKey) -> bytes:
     return f"untrusted comment: x\n{first}\ntrusted comment: of a test\n{second}\n".encode()
 
 
-def test_a_server_that_is_gone_is_told(server: ReleaseServer) -> None:
+def test_an_unreachable_server_is_reported(server: ReleaseServer) -> None:
     with pytest.raises(MolinkError, match="can't be fetched: the server answers 404"):
         fetch_release(server.url)
     with pytest.raises(MolinkError, match="can't be fetched"):
         fetch_release("http://127.0.0.1:9/x")
 
 
-def test_the_place_is_given_or_the_packages_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_server_is_an_option_or_the_packages_own(monkeypatch: pytest.MonkeyPatch) -> None:
     own = Message()
     monkeypatch.setattr(releases, "metadata", lambda _: own)
     with pytest.raises(UsageError, match="--from URL"):

@@ -56,7 +56,7 @@ def test_another_build_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pip.asked == [["--force-reinstall", "--no-deps", *source], source]
 
 
-def test_a_full_disk_is_told_before_the_download(
+def test_a_full_disk_is_reported_before_the_download(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pip = FakePip(monkeypatch, "none", "")
@@ -83,7 +83,7 @@ def test_the_source_is_the_index_that_has_the_build(
         setup.choose_source("cu126", lock)
 
 
-def test_what_goes_with_torch_is_read_from_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_companions_of_torch_are_read_from_its_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
     there: dict[str, str] = {}
 
     def version(name: str) -> str:
@@ -121,7 +121,7 @@ def test_an_environment_without_pip_uses_uv(monkeypatch: pytest.MonkeyPatch) -> 
         packages.installer_command()
 
 
-def test_a_failed_installation_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_installation_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     for code in ("import sys; sys.exit(3)", ""):
         command = [sys.executable, "-c", code]
         monkeypatch.setattr(packages, "installer_command", lambda words=command: words)

@@ -1,4 +1,4 @@
-"""Which build of torch a PC gets."""
+"""Choice of the torch build for a PC."""
 
 import sys
 

@@ -18,13 +18,13 @@ Folders = dict[str, Path]
 
 
 def delete_now(folder: Path, names: Sequence[str]) -> None:
-    """Also on Windows."""
+    """Delete with the command that also works on Windows."""
     subprocess.run(uninstall.deletion_command(folder, names), check=True)
 
 
 @pytest.fixture
 def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Folders:
-    """A PC with molink: the folders of its account, and nothing that runs."""
+    """The folders of a molink installation in a user's account; nothing runs."""
     made = {name: tmp_path / name / "molink" for name in ("state", "config", "cache", "program")}
     for path in made.values():
         path.mkdir(parents=True)
@@ -58,7 +58,7 @@ def test_state_may_stay(folders: Folders) -> None:
     assert all(path.exists() for path in folders.values())
 
 
-def test_without_a_terminal_it_is_said_explicitly(
+def test_without_a_terminal_it_needs_an_option(
     folders: Folders, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["uninstall"]) == 2
@@ -107,7 +107,7 @@ def test_folders_of_other_things_are_never_deleted(
 
 
 def test_only_what_the_installer_made_is_deleted(folders: Folders) -> None:
-    """A clone whose environment got a wheel looks like a release."""
+    """A git clone whose environment contains a wheel looks like a release."""
     work = folders["program"] / "work.py"
     work.touch()
     assert run(["uninstall", "--yes"]) == 0

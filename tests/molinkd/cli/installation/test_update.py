@@ -20,7 +20,7 @@ NEW = "99.0.0"
 
 
 class Rig:
-    """A PC whose daemon runs; ``steps`` are what the command did to it."""
+    """A PC with a running daemon; ``steps`` records what the command does to it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, home: Home) -> None:
         self.steps: list[str] = []
@@ -135,9 +135,7 @@ def test_a_clone_and_a_demo_are_refused(
     assert rig.steps == []
 
 
-def test_a_pc_that_is_alone_or_stopped_has_nobody_to_move_to(
-    rig: Rig, server: ReleaseServer
-) -> None:
+def test_a_single_or_stopped_pc_does_not_drain(rig: Rig, server: ReleaseServer) -> None:
     server.publish(NEW, {})
     rig.others = [{"daemon_pid": 8, "state": "offline"}]
     assert run(["update", "--from", server.url]) == 0
@@ -147,7 +145,7 @@ def test_a_pc_that_is_alone_or_stopped_has_nobody_to_move_to(
     assert rig.steps == [f"molink {NEW}", "setup --cpu"]
 
 
-def test_layers_that_stay_are_the_users_choice(
+def test_the_user_may_keep_layers_in_place(
     rig: Rig, server: ReleaseServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server.publish(NEW, {})

@@ -10,7 +10,7 @@ GB = 10**9
 
 
 def decode(status: dict[str, Any]) -> SwarmStatus:
-    """A status as it comes from a daemon."""
+    """A status as a client of the daemon decodes it."""
     return decode_status(msgspec.json.encode(status))
 
 
@@ -56,7 +56,7 @@ def request(owner: int, state: str, **changes: int | float) -> dict[str, Any]:
 
 
 def ring(names: list[str], layers: int = 24, **pipeline: Any) -> dict[str, Any]:
-    """A ring of the named PCs with a stage each, and two requests."""
+    """A ring of the named PCs, with one stage each and two requests."""
     each = layers // len(names)
     ranges = [[each * i, each * (i + 1)] for i in range(len(names))]
     peers = [peer(i, name, stage_of(i, ranges[i])) for i, name in enumerate(names)]
@@ -172,7 +172,7 @@ def alone() -> dict[str, Any]:
 
 
 def sixteen() -> dict[str, Any]:
-    """More than fits a screen."""
+    """Sixteen PCs: more than fit on a screen."""
     return ring([f"pc-{number:02d}" for number in range(16)], layers=64)
 
 

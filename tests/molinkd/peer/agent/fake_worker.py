@@ -1,8 +1,8 @@
 """A worker that speaks the pipe and does nothing else: ``python fake_worker.py [how]``.
 
 ``how``: ``good``, ``crash`` (after it has loaded), ``deaf`` (ignores everything, even the end of
-its input), ``mute`` (the same, and says nothing), ``garbage``, ``cold`` (as a spare, it is never
-ready), ``loads`` (without an end).
+its input), ``mute`` (the same, and says nothing), ``garbage``, ``cold`` (never ready as a standby
+worker), ``loads`` (without an end).
 """
 
 import sys

@@ -64,7 +64,8 @@ def test_a_repeated_device_is_shared_and_gets_its_own_label() -> None:
     assert own.replicate_models
     card = device_settings(whole, "cuda:0")
     assert (card.device, card.memory, card.stages_per_host) == ("cuda:0", 8 << 30, 1)
-    # What it would copy, pass on or announce is lost with the PC.
+    # Replicating, relaying and announcing are the first daemon's task: this one is lost with the
+    # PC.
     assert [card.replicate_models, card.relay, card.discovery] == [False] * 3
     half = primary_device_settings(msgspec.structs.replace(whole, memory=MemoryShare(50.0)))
     assert half.memory == MemoryShare(25.0)
@@ -73,7 +74,7 @@ def test_a_repeated_device_is_shared_and_gets_its_own_label() -> None:
 SWARM = MembershipRecord(swarm="s", coordinator_key="k" * 40, addresses=("127.0.0.1:5466",))
 TOKEN = JoinToken("s", ("203.0.113.7:5466",), "k" * 40, "i" * 40)
 
-#: A daemon of a device that ends as its home's folder says.
+#: Fake daemon of a device; the file ``code`` holds its exit code.
 DAEMON = """
 import json, pathlib, sys
 order = json.loads(sys.stdin.readline())
@@ -89,7 +90,7 @@ sys.stdin.read()
 
 
 class Pc:
-    """A PC with two devices, whose second one's daemon does as it is told."""
+    """A PC with two devices; the second one's daemon is a fake."""
 
     def __init__(self, folder: Path) -> None:
         self.home = Home(folder).create_folders()
@@ -144,7 +145,7 @@ async def test_a_daemon_that_exits_is_restarted_and_reported(pc: Pc) -> None:
         pc.ends(0)
         first = pc.starts()[0]
         assert (first.role, first.pc) == ("join", "me")
-        # To the coordinator as this PC reaches it.
+        # The token's addresses are those at which this PC reaches the coordinator.
         assert first.token is not None
         assert JoinToken.parse(first.token, 0).addresses == SWARM.addresses
         assert first.settings.name == "pc-2/cpu.2"
@@ -157,7 +158,7 @@ async def test_a_daemon_that_exits_is_restarted_and_reported(pc: Pc) -> None:
 
 
 async def test_a_banned_device_is_not_restarted(pc: Pc) -> None:
-    """It goes back to the swarm that it knows without an invitation, and forgets another one."""
+    """It was started without a token, since its home has a membership of this swarm."""
     pc.ends(PeerBanned.exit_code)
     pc.place.create_folders()
     SWARM.save(pc.place.membership)

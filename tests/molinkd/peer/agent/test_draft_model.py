@@ -25,7 +25,7 @@ def find(path: Path) -> DraftModelFolder:
 
 
 def renamed(folder: Path, old: str, new: str) -> None:
-    """Another text for one token."""
+    """Change the text of one token."""
     path = folder / "tokenizer.json"
     tokenizer = json.loads(path.read_text(encoding="utf-8"))
     vocabulary = tokenizer["model"]["vocab"]

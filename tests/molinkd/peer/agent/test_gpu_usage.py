@@ -19,7 +19,7 @@ class NVMLError(Exception):
 
 @dataclass
 class Driver:
-    """As much of ``pynvml`` as is asked; ``None`` = the driver doesn't tell."""
+    """The used part of ``pynvml``; ``None`` means that the driver doesn't report the value."""
 
     NVMLError = NVMLError
     whole: int | None = 0
@@ -75,18 +75,19 @@ class Driver:
 @pytest.mark.parametrize(
     ("driver", "own", "share"),
     [
-        # WDDM, or a card that tells no shares: what our stages don't take is others'.
+        # WDDM, or a card without usage per process: what our stages don't use counts as others'
+        # usage.
         (Driver(whole=90), OwnGpuUsage(), 0.9),
         (Driver(whole=90), OwnGpuUsage([1], 0.3), 0.6),
         (Driver(whole=50), OwnGpuUsage([1], 0.8), 0.0),
         (Driver(whole=None), OwnGpuUsage(), 0.0),
-        # It tells shares, and knows our processes: a game slows our stages down.
+        # Usage per process is known: a game slows our stages down.
         (Driver(100, [1], [(1, 5, 40), (2, 5, 60)]), OwnGpuUsage([1], 1.0), 0.6),
         (Driver(100, [1], [(2, 5, 60), (2, 4, 10), (3, 5, 10)]), OwnGpuUsage([1], 1.0), 0.7),
         (Driver(100, [1], [(1, 5, 100)]), OwnGpuUsage([1], 1.0), 0.0),
         (Driver(100, [1], [(2, 5, 4294967295)]), OwnGpuUsage([1], 1.0), 0.0),
         (Driver(100, [], []), OwnGpuUsage(), 1.0),
-        # In a container it calls our processes by other ids: they are no game.
+        # In a container the driver reports other ids for our processes; they are no game.
         (Driver(100, [77], [(77, 5, 100)]), OwnGpuUsage([1], 1.0), 0.0),
     ],
 )
@@ -122,7 +123,7 @@ def test_the_stage_s_gpu_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_missing_driver() -> None:
-    """With the library itself, on a PC without a card; with one it tells something."""
+    """Uses the real library. With a card it reports a usage; without one there is no monitor."""
     gpu = open_gpu(Device(kind="cuda", name=CARD, memory=1))
     if gpu is not None:
         assert 0.0 <= gpu.measure_other_usage(gpu_use.OwnGpuUsage()) <= 1.0

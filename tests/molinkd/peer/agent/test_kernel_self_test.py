@@ -20,7 +20,7 @@ WHERE = {"device": "cpu", "name": "a CPU"}
 
 
 def command(*lines: str) -> tuple[str, ...]:
-    """A stand-in for the process; ``skip`` is what it was told to leave out."""
+    """A fake self-test process; ``skip`` is the kernels that it is told to leave out."""
     begin = "import json, os, sys; skip = sys.argv[-1].split(','); say = lambda **one: "
     return (sys.executable, "-c", "\n".join([f"{begin}print(json.dumps(one), flush=True)", *lines]))
 
@@ -105,7 +105,7 @@ def test_results_are_stored_per_device_and_torch_version(
     path = tmp_path / "avoid.json"
     assert load_disabled_kernels(path, "a CPU") == ()
     save_disabled_kernels(path, failing("int8", "torch"))
-    assert load_disabled_kernels(path, "a CPU") == ("int8",)  # nothing takes the place of torch
+    assert load_disabled_kernels(path, "a CPU") == ("int8",)  # there is no substitute for torch
     assert load_disabled_kernels(path, "another") == ()
     monkeypatch.setattr(module, "torch_version", lambda: "3.0")
     assert load_disabled_kernels(path, "a CPU") == ()

@@ -18,7 +18,7 @@ GPU = Device(kind="cuda", name="x", memory=1)
 
 
 class Card:
-    """A GPU of which others take ``share``."""
+    """A GPU of which other programs use ``share``."""
 
     def __init__(self, *, display: bool = True) -> None:
         self.has_display, self.share, self.closed = display, 0.0, False

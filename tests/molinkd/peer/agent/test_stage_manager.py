@@ -1,4 +1,4 @@
-"""From an assignment to the worker's first message: its memory plan, or the failure."""
+"""From an assignment to the worker's first message with its memory plan, or to a failure."""
 
 import asyncio
 import contextlib
@@ -53,7 +53,7 @@ class FakeAddressBook:
 
 
 class FakeSupervisor:
-    """Starts nothing, and keeps what it should have started."""
+    """Starts no process; records the messages that it would start workers with."""
 
     def __init__(self) -> None:
         self.started: list[LoadStage] = []
@@ -86,7 +86,7 @@ class FakeSupervisor:
 
 
 class Bench:
-    """The assignments of a peer, with files but without processes."""
+    """The stage manager of a peer that has the files, with a fake supervisor."""
 
     def __init__(self, folder: Path) -> None:
         self.told: list[Any] = []
@@ -116,7 +116,7 @@ class Bench:
         self.told.append(message)
 
     async def assign(self, memory: int, kind: str = "cpu", **changes: Any) -> LoadStage | str:
-        """What comes of an assignment: the worker's first message, or the reason of a failure."""
+        """The result of an assignment: the worker's first message, or the reason of a failure."""
         device = Device(kind=kind, name="x", memory=memory)  # type: ignore[arg-type]
         self.assignments.set_device(MeasuredDevice(device, bf16=True))
         self.assignments.handle_order(msgspec.structs.replace(ASSIGN, **changes))
@@ -146,7 +146,7 @@ async def test_remaining_memory_is_for_the_kv_cache(bench: Bench, folder: Path) 
     start = await bench.assign(1 << 30)
     assert isinstance(start, LoadStage)
     config = ModelFolder.open(folder).config
-    # As many blocks as four requests of the model's whole context can use.
+    # Blocks for four requests of maximum length.
     assert start.kv_bytes == 4 * config.max_model_len * 3 * 2 * 2 * 16 * 2
     assert (start.quantize, start.memory_limit) == ("none", 0)
     assert (start.settings, start.stages_per_host) == (PIPELINE, 2)
@@ -163,7 +163,7 @@ async def test_the_first_stage_has_the_draft_model_beside_it(
     assert start.draft is not None
     assert start.draft.model_dir == str(draft)
     assert start.draft.kv_bytes > 0
-    # Both are within the same memory.
+    # Both stages share the memory of the PC.
     assert start.memory_limit == 1 << 27
     assert start.kv_bytes + start.draft.kv_bytes < 1 << 27
 
@@ -218,7 +218,7 @@ async def test_a_stage_that_its_kernels_fail_is_planned_without_them(bench: Benc
             known.clear()
             message = WorkerFailed(kind="KernelsFailed", message="no", failed_kernels=failed)
             bench.assignments._on_worker_message(epoch, message)
-            # Reported before the failure is.
+            # The peer reports its new kernels before the failure.
             facts = known[0].has_block_kernels, known[0].reads_pages
             assert facts == ((False, True) if epoch == 1 else (False, False))
             assert isinstance(bench.told.pop(), StageFailed)
@@ -259,7 +259,7 @@ async def test_a_stage_that_fits_only_alone_is_out_of_memory(bench: Bench, kind:
     (failed,) = bench.told
     assert failed.out_of_memory
     assert "with another stage loaded: layers 1-3 of m need at least" in failed.reason
-    # Once the first is gone there is room.
+    # Once the first stage is gone, the second one fits.
     bench.assignments.handle_order(Unassign(pipeline="p1"))
     bench.assignments.handle_order(msgspec.structs.replace(other, epoch=3))
     await asyncio.wait([*bench.assignments._fetches.values()])
@@ -283,7 +283,7 @@ async def test_a_reused_worker_releases_its_old_stage(bench: Bench, kind: str) -
 async def test_a_silent_worker_is_replaced_with_its_next_assignment(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was asked before, so nothing is left to wait for."""
+    """The worker didn't answer an earlier ping, so it gets no more time."""
     assert isinstance(await bench.assign(1 << 30), LoadStage)
     bench.assignments._on_worker_message(1, WorkerLoaded(port=9, max_blocks=10, weight_bytes=1))
     now, agent = bench.assignments._now(), bench.assignments._agent

@@ -50,7 +50,7 @@ START = LoadStage(
 
 
 class Heard:
-    """What a supervisor reported."""
+    """Records what a supervisor reports."""
 
     def __init__(self, folder: Path, how: str) -> None:
         self.messages: list[tuple[int, object]] = []
@@ -168,7 +168,7 @@ async def test_load_of_the_workers(heard: Heard) -> None:
 async def _start_with_spares(
     heard: Heard, monkeypatch: pytest.MonkeyPatch, *, free_bytes: int
 ) -> None:
-    """Start worker 1 and spares beside it, on a PC with that much free memory."""
+    """Start worker 1, and let a standby worker start if ``free_bytes`` of memory allow it."""
     monkeypatch.setattr(supervisor_module, "STANDBY_DELAY_S", 0.0)
     memory = SimpleNamespace(available=free_bytes)
     monkeypatch.setattr(supervisor_module.psutil, "virtual_memory", lambda: memory)
@@ -178,7 +178,7 @@ async def _start_with_spares(
 
 
 async def _spare(heard: Heard, monkeypatch: pytest.MonkeyPatch) -> psutil.Process:
-    """Start worker 1 and a spare beside it."""
+    """Start worker 1 and a standby worker."""
     await _start_with_spares(heard, monkeypatch, free_bytes=1 << 30)
     await until(lambda: len(heard.supervisor.own_gpu_usage.pids) == 2)
     return psutil.Process(heard.supervisor.own_gpu_usage.pids[1])
@@ -193,7 +193,7 @@ async def test_the_standby_worker_becomes_the_next_worker(
 ) -> None:
     spare = await _spare(heard, monkeypatch)
     await until(lambda: _ready_spares(heard) == 1.0)
-    heard.supervisor.schedule_standby(1)  # one is enough
+    heard.supervisor.schedule_standby(1)  # a second call starts no other
     other = msgspec.structs.replace(START, pipeline="p2", stage=3)
     assert heard.supervisor.start_worker(2, other, MEMBERS) == spare.pid
     await heard.until(lambda: len(heard.messages) == 2)
@@ -255,7 +255,7 @@ async def test_the_first_standby_worker_is_used_unready(heard: Heard) -> None:
 async def test_a_first_stage_can_wait_for_the_starting_standby_worker(
     heard: Heard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await heard.supervisor.wait_until_ready()  # there is none
+    await heard.supervisor.wait_until_ready()  # returns at once: there is none
     heard.supervisor.start_standby()
     await heard.supervisor.wait_until_ready()
     assert _ready_spares(heard) == 1.0
@@ -441,6 +441,6 @@ async def test_a_child_gets_no_secrets_and_its_log_is_plain(
     child.start()
     await asyncio.wait_for(ended.wait(), 20)
     assert said == [[b"MOLINK_OTHER"]]
-    # Nor does what it logs drive the terminal of who looks at it.
+    # A worker's log can't control the terminal in which it is read, either.
     assert child.tail == r"evil\x1b[2J"
     assert (tmp_path / "log").read_bytes().splitlines() == [rb"evil\x1b[2J"]

@@ -68,7 +68,7 @@ class Scene:
         return ApplyReply(ref=0, payload=Payload("u8", (3,))), b"+ m"
 
     async def end(self, order: ApplyFile) -> tuple[list[str], bytes]:
-        """The states on the way, and the answer."""
+        """Repeat the request until it ends; returns the states before, and the reply."""
         states = []
         while True:
             far, text = await self.handler.apply_file(order)

@@ -1,4 +1,4 @@
-"""What the PC that provides a model requests of the coordinator, and what it rejects before."""
+"""What the PC that provides a model requests of the coordinator, and what it rejects first."""
 
 import asyncio
 import json
@@ -146,7 +146,7 @@ async def test_without_bitsandbytes_nothing_is_started(
     monkeypatch.setattr(module, "find_spec", lambda _: None)
     with pytest.raises(UsageError, match="molink setup"):
         await founder(tmp_path, model, quantize="nf4").find_model()
-    # A PC without a stage of its own need not have it.
+    # A PC without a stage of its own needs no packages for quantization.
     await founder(tmp_path, model, quantize="nf4", stage="none").find_model()
 
 
@@ -254,7 +254,7 @@ async def test_applied_adapters_are_served_after_a_restart(model: Path, tmp_path
     )
     record.save(Home(tmp_path / "home").membership)
     for launched, names in ((None, ["poet"]), (str(model), [])):
-        # Named again, without adapters, it has none.
+        # A start that names the model again, without adapters, removes them.
         bootstrap._launch = structs.replace(bootstrap._launch, model=launched)
         bootstrap._adapters = {}
         await bootstrap.find_model()

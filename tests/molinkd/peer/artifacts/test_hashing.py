@@ -1,4 +1,4 @@
-"""Hashing large files: independent of how they are split, and cached."""
+"""Hashes of large files are cached, and don't depend on how the files are split."""
 
 import hashlib
 import os

@@ -48,7 +48,7 @@ def by_place(home: Home) -> dict[str, InstalledModel]:
 def test_the_bundled_model_is_not_a_user_folder(home: Home) -> None:
     ModelRepository(Hasher(home.hashes)).add_model(
         DEMO_MODEL_NAME, find_demo_model().path
-    )  # it was served from here
+    )  # as on a PC that served it
     assert [(one.name, one.location) for one in list_installed_models(home)] == [
         (DEMO_MODEL_NAME, "bundled")
     ]
@@ -87,7 +87,7 @@ async def test_all_locations(served: FakeHub, home: Home, tmp_path: Path) -> Non
     weights = sum(path.stat().st_size for path in own.glob("*.safetensors"))
     assert weights < found["cache"].size < 1.2 * weights
 
-    # What came from others goes; a folder of a user's own stays.
+    # What was fetched from peers is deleted; a user's own folder stays.
     (chosen,) = choose_deletable(home, list_installed_models(home), "own", hf_cache=True)
     assert chosen == found["swarm"]
     assert delete_model(chosen) == chosen.size

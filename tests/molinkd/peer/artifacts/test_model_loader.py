@@ -65,7 +65,8 @@ async def test_progress_is_polled_until_loaded() -> None:
     far = await scene.until("m", lambda far: far.state == "asked")
     assert far.name == "name of m"
     assert (scene.asked, scene.served) == (["serve m"], ["m"])
-    await scene.loader.load_model("m")  # once more, since it may have been stopped meanwhile
+    # Asked again, since the model may have been stopped meanwhile.
+    await scene.loader.load_model("m")
     assert len(scene.bootstraps) == 2
     await scene.loader.close()
 
@@ -92,7 +93,7 @@ async def test_failures_are_raised(error: Exception) -> None:
     with pytest.raises(type(error), match=str(error)):
         await scene.until("m", lambda far: far.state == "asked")
     assert scene.served == []
-    await scene.loader.load_model("m")  # tried again
+    await scene.loader.load_model("m")  # a new attempt
     assert len(scene.bootstraps) == 2
     scene.bootstraps[1].error = RuntimeError("oops")
     scene.bootstraps[1].gate.set()

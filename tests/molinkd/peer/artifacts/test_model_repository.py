@@ -1,4 +1,4 @@
-"""Offering model files: what may be read, and that nothing altered is passed on."""
+"""Offering model files: which files may be read, and that altered ones are not passed on."""
 
 import os
 import sys
@@ -112,7 +112,7 @@ def test_versions_are_distinguished_by_content(folder: Path, tmp_path: Path) -> 
     copy = tmp_path / "copy"
     copy.mkdir()
     (copy / "config.json").write_bytes((folder / "config.json").read_bytes())
-    # The same tensors in other files are the same model.
+    # The same tensors in differently named files are the same model.
     write_tensors(copy / "one.safetensors", {"b": DATA[::-1]})
     write_tensors(copy / "two.safetensors", {"a": DATA})
     assert ModelRepository().add_model("m", copy).manifest.root == root
@@ -142,7 +142,7 @@ def test_links_to_the_hub_cache_s_blobs_are_followed(tmp_path: Path) -> None:
     (snapshot / "model.safetensors").rename(repository / "blobs" / "1234")
     (snapshot / "model.safetensors").symlink_to("../../blobs/1234")
     assert ModelRepository().add_model("m", snapshot).read_chunk("a", 0) == DATA
-    # Those of another repository are another's.
+    # Blobs of another repository belong to another model.
     other = tmp_path / "models--o--other" / "blobs"
     other.mkdir(parents=True)
     (repository / "blobs" / "1234").rename(other / "1234")

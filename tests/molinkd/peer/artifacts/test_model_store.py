@@ -37,7 +37,7 @@ from tests.support.models import write_plain_model as write_model
 
 
 class FakeSource(RepositorySource):
-    """A peer that answers from a library; counts what is read."""
+    """A peer that serves a repository; counts what is read."""
 
     def __init__(self, library: ModelRepository, *, break_after: int | None = None) -> None:
         super().__init__(library)
@@ -164,7 +164,7 @@ async def test_existing_files_are_not_fetched_again(tmp_path: Path, source: Fake
     before = source.reads
     progress = Progress()
     await case.stage((1, 3), progress=progress)
-    await Case(tmp_path / "store", {"a": source}).stage((1, 3))  # nor by the next run
+    await Case(tmp_path / "store", {"a": source}).stage((1, 3))  # nor by a new daemon
     assert source.reads == before
     assert 0 < progress.done == progress.total
 
@@ -195,7 +195,7 @@ async def test_the_next_source_continues_after_a_failure(
     assert not set(broken.read_bytes) & set(source.read_bytes)
     assert progress.done == progress.total
     assert case.liars == {}
-    # Those that failed are asked last from now on.
+    # Sources that failed are asked last from now on.
     case.connected.clear()
     shutil.rmtree(folder)
     await case.stage((0, 4), "gone", "a", "b")
@@ -358,7 +358,7 @@ async def test_other_adapters_leave_files_of_layers_as_they_are(tmp_path: Path) 
     assert fetched[1] == {
         f"model.layers.{layer}.self_attn.q_proj.lora_{part}.1" for layer in (1, 2) for part in "AB"
     }
-    # A file that was altered under its other name is fetched.
+    # An altered file of the other model is not linked: the original is fetched.
     shutil.rmtree(folders[1])
     path = folders[0] / "layer-0001.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + b"!")
@@ -368,7 +368,7 @@ async def test_other_adapters_leave_files_of_layers_as_they_are(tmp_path: Path) 
     assert ModelFolder.open(folders[1], (1, 3))
 
 
-# --- sources that lie ---
+# --- sources that send wrong data -----------------------------------------------------------------
 
 
 class AlteringSource(FakeSource):
@@ -414,7 +414,7 @@ async def test_altered_bytes_are_detected_and_the_next_source_continues(
     assert liar.lies >= 1
     assert list(case.liars) == ["l"]
     assert part in case.liars["l"]
-    # It is never asked again, even where nobody else is there.
+    # It is not asked again, even where there is no other source.
     shutil.rmtree(folder)
     case.connected.clear()
     with pytest.raises(Unavailable, match="l: excluded: chunk 1 of 1 of"):
@@ -434,7 +434,7 @@ async def test_a_single_altering_source_yields_nothing(tmp_path: Path, source: F
 
 
 class WrongManifest(FakeSource):
-    """Another model's manifest, or one of any size, under the root that is asked for."""
+    """Serves another model's manifest, or one of any size, under the requested root."""
 
     def __init__(self, library: ModelRepository, size: int, raw: bytes) -> None:
         super().__init__(library)
@@ -503,16 +503,16 @@ async def test_a_slow_source_is_dropped(
     case = Case(tmp_path / "store", {"s": slow, "b": source})
     folder = await case.stage((0, 4), "s", "b")
     same_tensors(folder, tmp_path / "model", (0, 4))
-    assert slow.reads == 0  # left once the manifest was there
+    assert slow.reads == 0  # another source was chosen once the manifest was there
     assert source.reads > 0
     assert case.liars == {}
 
 
-# --- copies that are altered here ---
+# --- files that are altered on this PC ------------------------------------------------------------
 
 
 def flip(path: Path, offset: int = -1) -> None:
-    """Alter one byte; the size and the time stay."""
+    """Alter one byte, but neither size nor time."""
     found = path.stat()
     data = bytearray(path.read_bytes())
     data[offset] ^= 1
@@ -547,7 +547,7 @@ async def test_an_altered_file_is_detected_before_use(
     ).manifest.raw
     assert 0 < progress.done == progress.total
     fetched = source.reads - before
-    assert fetched <= 12  # that file alone
+    assert fetched <= 12  # only that file
 
 
 async def test_a_file_that_changes_while_the_daemon_runs(
@@ -562,7 +562,7 @@ async def test_a_file_that_changes_while_the_daemon_runs(
     same_tensors(folder, tmp_path / "model", (0, 2))
 
 
-# --- what the owner says is bounded by the config ---
+# --- the config bounds the sizes that a manifest may claim ----------------------------------------
 
 
 def test_sizes_follow_from_the_config(tmp_path: Path, source: FakeSource) -> None:
@@ -670,7 +670,7 @@ def test_tensors_of_a_quantized_weight_are_bounded() -> None:
 
 
 class SlicedSource(FakeSource):
-    """Knows in which slices it was read; sends less than it should if it is ``short``."""
+    """Records the lengths of the slices that are read; sends too few bytes if it is ``short``."""
 
     def __init__(self, library: ModelRepository, *, short: bool = False) -> None:
         super().__init__(library)
@@ -700,7 +700,7 @@ async def test_a_rate_limited_stage_is_fetched_in_slices(
     assert case.liars == {}
     assert max(sliced.slices) == 1000
     assert len(sliced.slices) > 20
-    # Other stages, and those that nothing serves meanwhile, come as fast as they can.
+    # The rate limit is for new files of a stage that serves; other transfers have none.
     sliced.slices.clear()
     await case.store.fetch_stage("m", case.root, (0, 1), ModelSources(("b",)))
     assert sliced.slices == []

@@ -1,4 +1,4 @@
-"""Peers with some of a model's files are sources of these, and are not trusted."""
+"""Peers with some of a model's files are sources of those files, but are not trusted."""
 
 import asyncio
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ UP = "model.layers.{}.mlp.up_proj.weight"
 
 
 class Pc(RepositorySource):
-    """A PC with a store, from which others read; ``entries_read`` has what they read."""
+    """A PC with a store from which others read; ``entries_read`` records what they read."""
 
     def __init__(self, root: Path, peers: Mapping[str, Source] | None = None) -> None:
         super().__init__(ModelRepository())
@@ -45,7 +45,7 @@ class Pc(RepositorySource):
 
 
 class Model:
-    """A model that one PC brought, and what others have of it."""
+    """A model that one PC provides, and PCs with parts of it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -56,7 +56,7 @@ class Model:
         self.owner = RepositorySource(repository)
 
     async def pc(self, name: str, *layers: tuple[int, int], kind: type[Pc] = Pc) -> Pc:
-        """One that has the files of these layers."""
+        """A PC with the files of these layers."""
         pc = kind(self.places / name, {"owner": self.owner})
         for one in layers:
             await pc.store.fetch_stage("m", self.root, one, ModelSources(("owner",)))
@@ -91,7 +91,7 @@ async def test_a_stage_is_fetched_from_peers_with_its_layers(model: Model) -> No
     assert {UP.format(2), UP.format(3)}.isdisjoint(first.entries_read)
     assert UP.format(1) not in last.entries_read
     assert late.liars == {}
-    # And again from there.
+    # It is a source of these files in turn.
     await late.shelf.scan_store()
     (parts,) = late.shelf.list_models()
     assert (parts.root, parts.layers) == (model.root, ((1, 3),))
@@ -122,20 +122,20 @@ async def test_unavailable_files_are_named(model: Model) -> None:
     supply = ModelSources((), ("a", "b"))
     with pytest.raises(Unavailable, match="no connected PC has the files of layers 2-3 of m"):
         await model.fetch(late, (0, LAYERS), supply)
-    # What somebody has is here, and not fetched again.
+    # Files that some peer had are here, and are not fetched again.
     first.entries_read.clear()
     await model.fetch(late, (0, 1), supply)
     assert first.entries_read == {"model.embed_tokens.weight"}
-    # While one can't be asked nothing is said of what nobody has.
+    # While a peer is offline, the error doesn't claim that no peer has the files.
     with pytest.raises(Unavailable, match="gone is offline"):
         await model.fetch(late, (0, LAYERS), ModelSources((), ("a", "b", "gone")))
 
 
-# --- who says something else than is so ---
+# --- sources that send wrong data -----------------------------------------------------------------
 
 
 class OverclaimingSource(Pc):
-    """Says that it has everything."""
+    """Claims to have all files."""
 
     async def read_parts(self, root: str) -> bytes:
         manifest = self.library.require_model(root).manifest
@@ -143,14 +143,14 @@ class OverclaimingSource(Pc):
 
 
 class GarbledSource(Pc):
-    """What it says is no list of this model's parts."""
+    """Sends a list of parts that is not valid for this model."""
 
     async def read_parts(self, root: str) -> bytes:
         return b"\xff" * 10_000
 
 
 class ForgingSource(Pc):
-    """Sends other bytes than it has."""
+    """Sends wrong bytes."""
 
     async def read_chunk(self, root: str, part: str, index: int) -> bytes:
         data = await super().read_chunk(root, part, index)
@@ -158,7 +158,7 @@ class ForgingSource(Pc):
 
 
 class TruncatingSource(Pc):
-    """Sends less."""
+    """Sends too few bytes."""
 
     async def read_chunk(self, root: str, part: str, index: int) -> bytes:
         return (await super().read_chunk(root, part, index))[:-1]
@@ -201,7 +201,7 @@ async def test_a_hanging_source_times_out(model: Model, monkeypatch: pytest.Monk
     class Hanging(Pc):
         async def read_chunk(self, root: str, part: str, index: int) -> bytes:
             await asyncio.sleep(0)
-            raise Unavailable("no answer in 15 s")  # what the client makes of silence
+            raise Unavailable("no answer in 15 s")  # as the client raises after a timeout
 
     hanging, honest = await model.pc("s", (0, 2), kind=Hanging), await model.pc("h", (0, LAYERS))
     late = Pc(model.places / "late", {"s": hanging, "h": honest})
@@ -218,14 +218,15 @@ def test_bitfields_belong_to_one_model(model: Model) -> None:
             manifest.decode_bitfield(wrong)
 
 
-# --- what is in the store ---
+# --- the store's content
+# ---------------------------------------------------------------------------
 
 
 async def test_offered_files_follow_the_disk(model: Model, tmp_path: Path) -> None:
     pc = await model.pc("pc", (1, 2))
     assert pc.changes == 1
     await pc.shelf.scan_store()
-    assert pc.changes == 1  # nothing is new
+    assert pc.changes == 1  # no file is new
     assert await pc.read_chunk(model.root, UP.format(1), 0)
     with pytest.raises(ModelNotFound, match=r"does not have model\.layers\.3"):
         await pc.read_chunk(model.root, UP.format(3), 0)

@@ -33,13 +33,13 @@ async def until(condition: Callable[[], object]) -> None:
 
 
 class OfferedSource(RepositorySource):
-    """A source; ``read_parts`` has what was read of it, in order."""
+    """A source; ``read_parts`` records the parts that were read, in order."""
 
     def __init__(self, library: ModelRepository) -> None:
         super().__init__(library)
         self.read_parts: list[str] = []
         self.at_once = self.most_at_once = 0
-        #: Nothing is sent while it isn't set.
+        #: No data is sent while it isn't set.
         self.gate = asyncio.Event()
         self.gate.set()
 
@@ -55,7 +55,7 @@ class OfferedSource(RepositorySource):
 
     @property
     def layers(self) -> list[int]:
-        """The layers that were read, in order."""
+        """Layers that were read, in order."""
         layers = [
             int(part.split(".")[2]) for part in self.read_parts if part.startswith("model.layers")
         ]
@@ -63,7 +63,7 @@ class OfferedSource(RepositorySource):
 
 
 class Pc:
-    """A PC with a store, a library and a copier."""
+    """A PC with a store, a repository and a replicator."""
 
     def __init__(self, home: Path, peers: Mapping[str, Source], *, wanted: bool = True) -> None:
         home.mkdir(exist_ok=True)
@@ -157,7 +157,7 @@ async def test_other_layers_are_fetched_chunk_by_chunk_nearest_first(
     assert partial_models.most_at_once == 1
     folder = pc.library.require_model(root).folder
     ModelFolder.open(folder)
-    # What a stage needs is there: nobody is asked.
+    # All files of a stage are there, so no peer is asked.
     pc.connected.clear()
     assert await pc.store.fetch_stage("m", root, (0, LAYERS), ModelSources()) == folder
     assert pc.connected == []
@@ -179,7 +179,7 @@ async def test_a_complete_replica_is_offered_also_after_a_restart(
         first.library.require_model(root)
     (folder,) = (tmp_path / "store").iterdir()
     (folder / ".layer-0001.safetensors.copy").write_bytes(b"what a crash left")
-    # Nobody has to be there for it, nor a pipeline.
+    # This needs neither another peer nor a pipeline.
     again = pcs({})
     again.serve(root, "a", ready=False)
     await again.whole()
@@ -199,7 +199,7 @@ async def test_replication_yields_to_urgent_transfers(
     await pc.store.fetch_metadata("m", root, ModelSources(("a",)))
     partial_models.read_parts.clear()
     pc.serve(root, "a", ready=False)
-    # Its own stage comes meanwhile, and the copy waits for that as well.
+    # Its own stage is fetched meanwhile, and the replication waits for it.
     partial_models.gate.clear()
     stage = asyncio.create_task(pc.store.fetch_stage("m", root, (1, 2), ModelSources(("a",))))
     await until(lambda: partial_models.read_parts)
@@ -220,7 +220,7 @@ async def test_a_stage_does_not_wait_for_replication(
     slow.gate.clear()
     pc.serve(root, "slow")
     await until(lambda: slow.read_parts)
-    # The same files as those that the copy is at.
+    # A stage needs the same files as the replication in progress.
     folder = await pc.store.fetch_stage("m", root, (0, LAYERS), ModelSources(("fast",)))
     ModelFolder.open(folder)
     slow.gate.set()
@@ -360,7 +360,7 @@ async def test_the_own_stage_s_model_is_replicated_first(
     assert pc.copier.percent == 100
     for of in (root, other):
         ModelFolder.open(pc.library.require_model(of).folder)
-    # One that isn't served any more is offered no more, and its files stay.
+    # A model that is no longer served is no longer offered, but its files stay.
     read = len(partial_models.read_parts)
     pc.copier.remove_pipeline("2")
     assert pc.library.model_names == ("m",)
@@ -376,7 +376,7 @@ async def test_the_own_stage_s_model_is_replicated_first(
 async def test_existing_files_are_offered_immediately(
     pcs: MakePc, brought: ModelRepository, root: str, tmp_path: Path
 ) -> None:
-    """After a restart a pipeline may need just this copy, while another model's waits for one."""
+    """After a restart a replica is offered while another model's replication waits for a peer."""
     other = brought.add_model("n", write_plain_model(tmp_path / "other", seed=1)).manifest.root
     first = pcs({"a": OfferedSource(brought)})
     first.serve(root, "a")
@@ -424,5 +424,5 @@ async def test_a_stuck_replica_does_not_block_others(
     pc.serve(root, "a")
     await until(lambda: pc.library.model_names)
     assert pc.library.model_names == ("m",)
-    assert pc.copier.percent == 0  # that of its own model
+    assert pc.copier.percent == 0  # the percentage of its own model
     await pc.copier.close()

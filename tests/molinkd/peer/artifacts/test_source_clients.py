@@ -17,7 +17,7 @@ from tests.support.models import write_plain_model
 
 PLACE = f"{REPOSITORY}@{COMMIT}"
 TENSOR = "model.layers.1.mlp.up_proj.weight"
-#: What is read of a file before its tensors.
+#: Bytes read of a file before its tensors.
 HEAD = 3000
 
 
@@ -28,7 +28,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
 
 
 class Peer(RepositorySource):
-    """Has all of the model; ``entries_read`` has what was read."""
+    """A peer with the whole model; ``entries_read`` records what is read."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(ModelRepository())
@@ -91,9 +91,9 @@ async def test_the_hub_precedes_distant_peers(
     case = Case(tmp_path, near=False)
     await case.stage(rate_limited=rate_limited)
     assert hub.asked
-    # What only a peer has comes from there: the hashes, and the files beside the weights.
+    # The peer sends what only peers have: the hashes, and the files beside the weights.
     assert all("tokenizer" in part or "config" in part for part in case.peer.entries_read)
-    # Ranges of tensors that the stage needs, and no whole file.
+    # The hub sends ranges with the stage's tensors, and no whole file.
     assert all(asked.rpartition("-")[2] for _, asked in hub.asked)
 
 

@@ -19,7 +19,7 @@ def test_reported_transfers() -> None:
         waiting.prerequisite = stage
         assert [one.is_replica for one in transfers.transfer_states()] == [True]
         stage.total = 50
-        stage.add_existing(20)  # what lay here is no speed
+        stage.add_existing(20)  # existing bytes don't count as speed
         stage.add_bytes(10)
         stage.set_source("peer")
         times[0] = 2.0

@@ -45,7 +45,7 @@ async def test_it_is_restarted_on_the_same_port(
     psutil.Process(first).kill()
     await net.until(lambda: process.pid not in (0, first))
     second = process.pid
-    # It has one as soon as it runs a program of its own.
+    # The process has a command line once it has replaced its parent's program.
     await net.until(lambda: psutil.Process(second).cmdline())
     assert "4321" in psutil.Process(second).cmdline()
     await process.close()
@@ -95,7 +95,7 @@ sys.exit(int(sys.argv[-1]))
 async def test_repeated_failures_are_reported(
     code: int, runs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sooner if the state can't be written: a restart seldom helps."""
+    """Reported sooner if the state can't be written, since a restart seldom helps."""
     monkeypatch.setattr(coordinator_module, "BACK_OFF_S", (0.01,))
     started = tmp_path / "started"
     failing = asyncio.Event()
@@ -107,7 +107,7 @@ async def test_repeated_failures_are_reported(
         failing.set,
     )
     await process.start()
-    process.raise_term(7)  # each run exits when it hears of it
+    process.raise_term(7)  # each run exits when it reads this
     await failing.wait()
     assert started.read_text(encoding="utf-8") == "x" * runs
     await process.close()
@@ -121,7 +121,7 @@ async def test_startup_failures_quote_the_reason(tmp_path: Path) -> None:
 
 
 async def test_a_chosen_port_in_use_keeps_its_exit_code(tmp_path: Path) -> None:
-    """With the real program; a swarm's first coordinator takes no other port."""
+    """Uses the real coordinator; the first coordinator of a swarm takes no other port."""
     home = Home(tmp_path / "home").create_folders()
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -43,7 +43,7 @@ VIEW = LeaderView(
 
 @dataclass
 class Host:
-    """The daemon that a leadership is a part of."""
+    """The daemon that the leadership belongs to."""
 
     home: Home
     keys: KeyPair
@@ -56,7 +56,7 @@ class Host:
 
 
 class Other:
-    """Another member, which answers once it is told to."""
+    """Another member, which answers queries once ``may_answer`` is set."""
 
     def __init__(self, net: Net) -> None:
         self.asked = 0
@@ -72,7 +72,7 @@ class Other:
         self.server.send(sender.identity, LeaderReply(ref=message.ref, view=VIEW))
 
     def info(self, addresses: tuple[str, ...] = ("127.0.0.1",)) -> PeerInfo:
-        """As the replica has it."""
+        """The peer as the replica describes it."""
         return PeerInfo(
             peer=self.member.peer,
             name="other",
@@ -107,7 +107,7 @@ def make(net: Net, folder: Path, other: Other, **told: tuple[str, ...]) -> Leade
 
 
 async def test_a_peer_has_one_query_at_a_time(net: Net, tmp_path: Path) -> None:
-    """However often others name it: their questions make no flood of ours."""
+    """However often others name the peer, this one sends it one query at a time."""
     other = Other(net)
     leadership = make(net, tmp_path, other)
     election, peer = leadership._election, other.member.peer
@@ -152,14 +152,14 @@ async def test_queries_are_limited_and_skipped_when_obsolete(
 
 
 async def test_a_moved_peer_is_queried_at_discovered_addresses(net: Net, tmp_path: Path) -> None:
-    """All addresses that were known are others now, as behind a new router."""
+    """All known addresses are outdated, as behind a new router."""
     other = Other(net)
     other.may_answer.set()
     leadership = make(net, tmp_path, other, addresses=("127.0.0.77",))
     await net.until(lambda: leadership.has_missing_peers)
     assert other.asked == 0
     leadership.add_addresses(("127.0.0.1",))
-    leadership.add_addresses(())  # a look that found nothing
+    leadership.add_addresses(())  # a discovery without results
     await net.until(lambda: other.asked and not leadership.has_missing_peers)
     await leadership.close()
 
@@ -175,10 +175,10 @@ async def test_a_query_of_another_swarm_is_rejected(net: Net, tmp_path: Path) ->
 
 
 async def test_a_peer_that_asks_endlessly_is_reported(net: Net, tmp_path: Path) -> None:
-    """What it says beyond the limit has no effect."""
+    """Requests beyond the limit have no effect."""
     leadership, reported = make(net, tmp_path, Other(net)), list[str]()
     leadership._report_misbehaviour = lambda peer, _: reported.append(peer)
-    never = RateLimit(REQUEST_LIMIT.burst, 1e-9)  # the test may take long
+    never = RateLimit(REQUEST_LIMIT.burst, 1e-9)  # never refilled, however long the test takes
     leadership._requests = KeyedTokenBuckets(never)
     for number in range(never.burst):
         leadership.answer_request(
@@ -197,7 +197,7 @@ async def test_a_peer_that_asks_endlessly_is_reported(net: Net, tmp_path: Path) 
 async def test_a_replica_of_a_later_term_than_the_leaders_is_refused(
     net: Net, tmp_path: Path
 ) -> None:
-    """Its term would become this PC's at the next start."""
+    """Its term would be this PC's after the next start."""
     leadership = make(net, tmp_path, Other(net))
     held = leadership.replica.replica
     assert held is not None
@@ -226,7 +226,7 @@ async def test_a_heartbeat_of_a_far_term_is_not_obeyed(net: Net, tmp_path: Path)
 
 @dataclass
 class Copy:
-    """What a PC has stored of a swarm with a founder and a member."""
+    """The stored state of a swarm with a founder and a member."""
 
     path: Path
     founder: TestPeer = field(default_factory=lambda: TestPeer(name="founder"))
@@ -244,14 +244,14 @@ class Copy:
         return self.file.save_replica(replica_of(members, revision).encode(), self.swarm, 0)
 
     def fork(self) -> LogBuilder:
-        """The log before whatever follows."""
+        """A second log that starts from the current one."""
         fork = LogBuilder(self.founder)
         fork.log = self.members.log
         return fork
 
     @property
     def stored(self) -> Replica:
-        """As the PC has it, and as it reads it after a restart."""
+        """The stored replica, which must be the same after a restart."""
         held, again = self.file.replica, ReplicaFile(self.path, self.swarm).replica
         assert held is not None
         assert again is not None
@@ -334,7 +334,7 @@ def test_a_coordinator_can_not_unsay_an_end_or_a_departure(copy: Copy) -> None:
 
 
 def test_nobody_becomes_owner_but_by_an_owner(copy: Copy) -> None:
-    """The leader is a member, and makes itself owner; then it admits and revokes as one."""
+    """The leader, a member, signs itself owner, and then admits and revokes peers."""
     leader = copy.member
     forged = copy.fork()
     forged.own(leader, leader)
@@ -363,7 +363,7 @@ def _as_signed_by(peer: TestPeer, entry: OwnershipEntry) -> OwnershipEntry:
 
 
 def test_a_member_that_signs_too_much_keeps_no_revocation_away(copy: Copy) -> None:
-    """It says some to one part of the swarm, and some to another."""
+    """It signs some entries for one part of the swarm and some for another."""
     elsewhere, many = copy.fork(), MAX_SIGNED * 3 // 4 // 190
     for there, first in ((copy.members, 0), (elsewhere, many)):
         for number in range(first, first + many):

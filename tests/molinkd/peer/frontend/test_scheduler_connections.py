@@ -55,7 +55,7 @@ async def test_a_scheduler_is_usable_once_connected(net: Net) -> None:
     await net.until(lambda: said)
     assert got == [Cancel("k")]
     assert said[0][0] == "p1"
-    # Another epoch of the same head goes over the same connection.
+    # Another epoch of the same scheduler uses the same connection.
     schedulers.update_route(route(net, server.port, 2))
     assert schedulers.ready_targets("m") == [PipelineEpoch("p1", 2)]
     with pytest.raises(Unavailable):
@@ -76,7 +76,7 @@ async def test_a_new_session_reveals_ended_pipelines(net: Net) -> None:
     schedulers.update_route(route(net, 0, 9))
     schedulers.update_route(msgspec.structs.replace(route(net, 0, 3), pipeline="p2"))
     schedulers.on_welcome()
-    # Another coordinator's word on a pipeline holds, even if its epoch is older.
+    # A new coordinator's route replaces a known one, even if its epoch is older.
     assert schedulers.update_route(route(net, 0, 8, ready=False)) == []
     assert [(known.pipeline, known.epoch) for known in schedulers.routes] == [("p1", 8), ("p2", 3)]
     assert schedulers.update_route(route(net, 0, 8)) == ["p2"]
@@ -87,7 +87,7 @@ async def test_a_new_session_reveals_ended_pipelines(net: Net) -> None:
 
 
 async def test_sibling_pipelines_have_not_ended(net: Net) -> None:
-    """A model may have several pipelines, and there may be other models."""
+    """Routes name the sibling pipelines of their model; other models' pipelines are unaffected."""
     schedulers = SchedulerConnections(net.context, net.member(), lambda _: None, lambda *_: None)
     for pipeline in ("p1", "p2", "p3"):
         schedulers.update_route(msgspec.structs.replace(route(net, 0, 3), pipeline=pipeline))
@@ -113,7 +113,7 @@ async def test_a_broken_connection_is_a_change(net: Net) -> None:
 
 async def test_a_scheduler_with_a_new_route_is_reconnected(net: Net) -> None:
     server = net.server(data_codec(), lambda *_: None)
-    port = 1  # where nobody is
+    port = 1  # no process listens here
 
     def via(address: StageAddress) -> StageAddress:
         return msgspec.structs.replace(address, port=port)

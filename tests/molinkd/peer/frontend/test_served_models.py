@@ -65,7 +65,7 @@ async def test_a_ready_pipeline_determines_max_model_len(scene: SimpleNamespace)
     scene.served.update_route(route(1024, ready=True))
     assert await scene.changes.get() == [1024]
     scene.served.update_route(route(1024, ready=True))
-    scene.served.update_route(route(4096, ready=False, epoch=2))  # says nothing of what will be
+    scene.served.update_route(route(4096, ready=False, epoch=2))  # doesn't give the new maximum
     assert scene.changes.empty()
 
 
@@ -89,7 +89,7 @@ async def test_a_model_with_other_adapters_is_fetched_again(scene: SimpleNamespa
     await scene.changes.get()
     assert names() == ["one"]
     scene.config.adapters = [SimpleNamespace(name="two")]
-    # While one replica serves what it was, requests may go there.
+    # While one replica serves the old version, requests go there.
     scene.served.update_route(route(64, ready=True, root=after, pipeline="p1"))
     assert not scene.served._tasks
     scene.served.update_route(route(64, ready=False, root=after, pipeline="p2"))

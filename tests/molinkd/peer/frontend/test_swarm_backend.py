@@ -41,7 +41,7 @@ ROUTE = Route(pipeline="p1", epoch=1, model="m", is_ready=False, scheduler=None,
 
 
 class FakeSchedulers:
-    """Heads as a list of targets; remembers what was sent to them."""
+    """Schedulers as a list of targets; records the sent messages."""
 
     def __init__(self) -> None:
         self.usable: list[PipelineEpoch] = [PipelineEpoch("p1", 1)]
@@ -146,7 +146,7 @@ async def test_a_request_keeps_waiting_while_a_pipeline_forms(
     schedulers.on_send = answering(requests, schedulers, 4)
     schedulers.usable = []
     asked = asyncio.create_task(collect(requests, ask()))
-    for _ in range(3):  # it begins, and is handed to this loop
+    for _ in range(3):  # until it runs and has reached this loop
         await asyncio.sleep(0)
     (active,) = requests._active.values()
     before = active.stream.next_wake_at
@@ -298,10 +298,10 @@ async def test_a_request_fails_fast_after_a_timeout_of_others(schedulers: FakeSc
     schedulers.usable = []
     requests.on_targets_changed("m")
     clock.now = 31.0
-    requests.on_targets_changed("m")  # nothing new
+    requests.on_targets_changed("m")  # no change
     with pytest.raises(Unavailable, match="for 31 s"):
         await asyncio.wait_for(collect(requests, ask()), 60)
-    schedulers.sign = 1  # a pipeline is being formed: that is worth a wait
+    schedulers.sign = 1  # a pipeline is being formed, so waiting is worthwhile
     requests.on_targets_changed("m")
     hopeful = asyncio.create_task(collect(requests, ask(2)))
     await asyncio.sleep(0.01)
@@ -379,7 +379,7 @@ async def test_prompts_with_a_cached_prefix_go_to_its_pipeline(
         assert await asyncio.wait_for(collect(requests, request), 60) == [7]
     one, other = {"p1", "p2"}, {"p1", "p2"} - {served[0]}
     assert {served[0], *other} == one
-    # The third is lost with the pipeline, and goes to the other one, as all do from then on.
+    # The third request is lost with its pipeline and moves to the other one, as do all later ones.
     assert served == [served[0]] * 3 + [*other] * 2
     await asyncio.sleep(0)
     counters = requests.collect_metrics().counters

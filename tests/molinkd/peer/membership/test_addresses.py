@@ -1,4 +1,4 @@
-"""Advertised addresses."""
+"""Addresses that a PC advertises."""
 
 from molinkd.peer.membership.addresses import (
     advertised_addresses,

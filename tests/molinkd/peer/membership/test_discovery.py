@@ -1,7 +1,7 @@
-"""When a swarm is announced: with its coordinator here, and never where nobody else can hear it.
+"""A swarm is announced by its coordinator's PC, and only on interfaces that others can hear.
 
-That it is heard is tried in two namespaces (``tests/e2e/test_knocking.py``); not every machine that
-runs tests has multicast.
+``tests/e2e/test_knocking.py`` receives announcements between two network namespaces; not every
+machine that runs tests has multicast.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ SAID = CoordinatorAnnouncement(
 
 
 class Air:
-    """What is announced now."""
+    """The current announcements."""
 
     def __init__(self) -> None:
         self.announced: list[DiscoveredSwarm] = []
@@ -138,7 +138,7 @@ async def test_nothing_is_announced_when_disabled(air: Air) -> None:
 
 
 class Swarm:
-    """A swarm one of whose members is missing, or not."""
+    """A swarm, of which a member may be missing."""
 
     swarm = "ab" * 8
 
@@ -178,7 +178,7 @@ async def test_missing_peers_start_a_scan(air: Air, monkeypatch: pytest.MonkeyPa
 def test_an_announcement_whose_packets_get_lost_is_asked_for_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of three names one answers at the third try; the others never do."""
+    """Of three announced names, one answers the third query and the others never answer."""
     swarm = DiscoveredSwarm("5d1f", "first", "key", ("10.0.0.1",), 5479)
     asked: list[str] = []
 

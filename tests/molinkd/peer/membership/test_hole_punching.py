@@ -40,14 +40,14 @@ def address_of(stream: Stream) -> Address:
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ends that meet do so also where much else runs."""
+    """Long timeouts, so that ends also meet on a busy machine."""
     monkeypatch.setattr(module, "PUNCH_S", 60.0)
     monkeypatch.setattr(module, "_PROVE_S", 20.0)
 
 
 @pytest.fixture
 async def bench(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Bench]:
-    """Its ends have addresses of their own, as on other PCs."""
+    """A bench whose ends have addresses of their own, as on other PCs."""
     monkeypatch.setattr(relay_server, "_address_of_end", address_of)
     async with open_bench() as made:
         yield made
@@ -100,7 +100,7 @@ async def dial(port: int) -> Stream:
 
 @pytest.mark.parametrize("says", [b"", b"x" * DIRECT_PROOF_BYTES, b"GET / HTTP/1.1\r\n\r\n"])
 async def test_strangers_change_nothing(says: bytes) -> None:
-    """The end that waits says nothing to them; more of them than there are slots come first."""
+    """The waiting end sends them nothing, and still meets its peer."""
     a, b = await free_ports()
     waiting = asyncio.create_task(punch(b, ("127.0.0.1", a), "waits", END_SECRET, NONCE))
     strangers = [await dial(b) for _ in range(module._MAX_UNPROVEN - 1)]
@@ -133,8 +133,8 @@ def test_an_address_is_told() -> None:
     ("other", "relay", "may"),
     [
         (("198.51.99.9", 40001), "8.8.8.8", True),
-        (("198.51.99.9", 80), "8.8.8.8", False),  # a service, no router's choice
-        (("192.168.1.1", 9100), "8.8.8.8", False),  # a device of this home
+        (("198.51.99.9", 80), "8.8.8.8", False),  # a service's port, which no router chooses
+        (("192.168.1.1", 9100), "8.8.8.8", False),  # a device of the home network
         (("100.64.0.7", 40001), "8.8.8.8", False),
         (("192.168.1.7", 40001), "192.168.1.3", True),
         (("127.0.0.1", 40001), "192.168.1.3", False),
@@ -191,7 +191,7 @@ async def test_a_stream_moves_without_losing_a_byte(bench: Bench) -> None:
             await until(lambda size=number * 4096: len(received) >= size)
     await receiving
     assert bytes(received) == data.upper()
-    # The relay passes no more of it on, and keeps none of its connections but the next waiting one.
+    # The relay relays none of the data any more, and keeps only the next waiting connection.
     await until(lambda: bench.relay.num_connections == 1)
     before = bench.relay.bytes_relayed
     writer.write(b"hello")
@@ -230,7 +230,7 @@ async def test_the_latency_is_that_of_the_direct_way(bench: Bench) -> None:
 async def test_a_lie_about_the_address_leaves_the_stream_with_the_relay(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody at that address learns more than a proof that is worth nothing elsewhere."""
+    """A process at that address reads at most a proof, which is useless elsewhere."""
     heard: list[bytes] = []
 
     async def listen(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -296,7 +296,7 @@ async def test_a_direct_connection_that_breaks_is_not_the_relays_fault(
 async def test_all_addresses_of_a_name_are_tried(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A PC without IPv6 knows names that have it."""
+    """A PC without IPv6 also resolves names that have an IPv6 address."""
     port = await bench.serve()
     closed, _ = await free_ports()
 

@@ -1,4 +1,4 @@
-"""Who may connect: the members and invitations of the log, not what the coordinator announces."""
+"""Members and invitations of the log may connect, not the peers that a coordinator announces."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from tests.support.net import Net
 
 
 def info_of(peer: TestPeer, name: str = "", primary_peer: str = "") -> PeerInfo:
-    """What a coordinator announces of a peer; it has no address, so nobody tries it."""
+    """A coordinator's announcement of a peer; without addresses, so that no connection is tried."""
     return PeerInfo(
         peer=peer.peer,
         name=name or peer.name,
@@ -77,7 +77,7 @@ class Scene:
 
     @property
     def known(self) -> set[str]:
-        """Peers in the address book, which are those that may connect."""
+        """Peers in the address book; only these may connect."""
         found = self.directory.book.peers - {self.me.peer}
         assert all(self.gatekeeper.is_allowed(peer) for peer in found)
         return set(found)
@@ -104,7 +104,7 @@ async def scene(net: Net, tmp_path: Path) -> Scene:
 
 
 async def test_only_members_of_the_log_get_in(scene: Scene) -> None:
-    """Whether the coordinator names them in a message or in its state."""
+    """Announcements don't count, in a message or with the coordinator's state."""
     friend, stranger, guest = TestPeer(), TestPeer(), TestPeer()
     scene.members.admit(scene.founder, friend)
     forged = LogBuilder(stranger)
@@ -116,7 +116,7 @@ async def test_only_members_of_the_log_get_in(scene: Scene) -> None:
     assert not scene.knows(stranger)
     scene.load(info_of(friend), info_of(stranger), info_of(guest))
     assert scene.known == {friend.peer}
-    # What a stranger signs counts for nothing.
+    # Entries that a stranger signed don't count.
     scene.members.admit(stranger, guest)
     scene.members.admit(guest, stranger)
     scene.load()
@@ -143,7 +143,7 @@ async def test_an_announced_peer_waits_for_its_entry(scene: Scene) -> None:
     scene.load()
     assert scene.knows(early)
     assert scene.directory.book.name_of(early.peer) == "new"
-    # One that was removed meanwhile is not waited for.
+    # A peer that was removed meanwhile isn't admitted by a later entry.
     scene.directory.on_message(PeerRemoved(peer=late.peer))
     scene.members.admit(scene.founder, late)
     scene.load()
@@ -168,7 +168,7 @@ async def test_a_waiting_peer_with_another_ones_id_stays_out(scene: Scene) -> No
 
 
 async def test_few_peers_wait(scene: Scene) -> None:
-    """A coordinator that announces ever more strangers fills no memory."""
+    """A coordinator that announces strangers endlessly can't fill the memory."""
     scene.load()
     many = [TestPeer() for _ in range(_MAX_UNPROVEN + 1)]
     scene.announce(*map(info_of, many))
@@ -187,7 +187,7 @@ async def test_a_peer_whose_entry_ends_is_dropped(scene: Scene) -> None:
     assert scene.known == {one.peer for one in infos}
     scene.members.leave(leaver)
     scene.members.revoke(scene.founder, revoked)
-    # The coordinator may go on to announce them.
+    # The coordinator may still announce them.
     scene.load(*infos)
     assert scene.known == {stays.peer}
     assert sorted(scene.gone) == sorted([leaver.peer, revoked.peer, guest.peer])
@@ -208,7 +208,10 @@ async def test_a_readmitted_peer_gets_in_again(scene: Scene) -> None:
 
 
 async def test_invitations_of_the_log_may_connect(scene: Scene) -> None:
-    """To be told where the coordinator runs; others may not, and ended ones no more."""
+    """Their holders ask where the coordinator runs.
+
+    Strangers' and ended invitations don't count.
+    """
     stranger, keys = TestPeer(), []
     for peer in (scene.founder, scene.me, stranger):
         invited, entry = scene.members.invite(peer)

@@ -149,7 +149,7 @@ async def test_losses_are_reported_once_known(net: Net, monkeypatch: pytest.Monk
 
 
 async def test_concurrent_probes_are_limited(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each PC of a swarm that starts tries all others: their handshakes would fill its day."""
+    """When a swarm starts, each PC probes all others; many handshakes at once would delay it."""
     under_way = most = 0
 
     async def can_connect(*_: object) -> bool:
@@ -248,7 +248,7 @@ async def test_a_very_short_round_trip_is_measured_once(
 async def test_a_direct_way_replaces_a_relayed_one(
     net: Net, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has to hold for two measurements in a row."""
+    """The direct route must work in two measurements in a row."""
     monkeypatch.setattr(module, "RELAYED_MEASURE_S", 0.0)
     answers = itertools.chain([False, True, True, False, True, False], itertools.repeat(True))
     tried: list[Sequence[str]] = []
@@ -281,7 +281,7 @@ async def test_a_direct_way_replaces_a_relayed_one(
 
 
 class FakeRoutes:
-    """A detour to every member, which leads to ``port``."""
+    """A relayed route to every member, which leads to ``port``."""
 
     def __init__(self, port: int) -> None:
         self.port = port
@@ -321,7 +321,7 @@ async def test_a_peer_reached_by_a_relayed_route(net: Net, monkeypatch: pytest.M
             pass
         assert said == (target.peer, ProbeResult(True, None, True))
         assert await reported.get() == (target.peer, ProbeResult(True, 0.02, True, True))
-        # Once nothing comes back, all ways are tried again, the relayed one first.
+        # Once the route fails, all routes are tried again, the relayed one first.
         assert await reported.get() == (target.peer, ProbeResult(True, None, True))
         await prober.close()
 

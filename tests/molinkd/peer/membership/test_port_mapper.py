@@ -1,4 +1,4 @@
-"""Asking a router for ports: an honest one, old ones, and ones that answer nonsense."""
+"""Port mappings by PCP, NAT-PMP and UPnP, from honest, old and hostile routers."""
 
 import asyncio
 import random
@@ -62,7 +62,7 @@ def pmp_answer(request: bytes, result: int = 0, address: str = PUBLIC) -> bytes:
 
 
 class Router(asyncio.DatagramProtocol):
-    """Answers each request with what ``answer`` makes of it."""
+    """Answers each request with ``answer(request)``."""
 
     def __init__(self, answer: Callable[[bytes], bytes]) -> None:
         self._answer = answer
@@ -212,7 +212,7 @@ enable_upnp=no
 uuid=00000000-0000-0000-0000-000000000000
 allow 1024-65535 192.168.1.0/24 1024-65535
 """
-#: The chains that it fills.
+#: The chains that miniupnpd adds rules to.
 CHAINS = """
 table inet filter {
     chain miniupnpd {
@@ -242,7 +242,7 @@ asyncio.run(main())
     reason=f"no router here: {homes_unavailable() or 'install miniupnpd-nftables'}",
 )
 def test_miniupnpd_forwards_ports_until_they_are_given_back(tmp_path: Path) -> None:
-    """The program that most home routers with Linux run."""
+    """miniupnpd is the UPnP server of most home routers with Linux."""
     (tmp_path / "conf").write_text(MINIUPNPD, encoding="ascii")
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with Homes([Node("internet"), Node("home")], ["open", "port-cone"]) as homes:

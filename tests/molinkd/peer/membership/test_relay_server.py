@@ -96,7 +96,7 @@ async def test_closing_one_side_closes_the_other(bench: Bench) -> None:
     first, second = streams
     bench.accepted[0][1].close()  # the server's side
     assert await ended(first) == b""
-    second[1].close()  # ours
+    second[1].close()  # the client's side
     await until(lambda: bench.accepted[1][1].is_closing())
     await until(lambda: bench.relay.num_connections <= 1)
 
@@ -137,7 +137,7 @@ async def test_closing_a_relay_closes_its_connections(bench: Bench) -> None:
     assert bench.relay.port == 0
     with pytest.raises(OSError, match=r".*"):
         await bench.visit()
-    # And it can be asked again.
+    # The relay can be opened again.
     assert bench.relay.open_relay(OpenRelay(id=8, secret=SECRET)) != 0
 
 
@@ -150,7 +150,7 @@ async def test_closing_a_relay_closes_its_connections(bench: Bench) -> None:
         b"GET / HTTP/1.1\r\n" + b"x" * 64,
         bytes(41),
         compute_proof(ID, "dials", b"wrong" + bytes(27), bytes(NONCE_BYTES)),
-        compute_proof(ID, "dials", SECRET, bytes(NONCE_BYTES)),  # that of another nonce
+        compute_proof(ID, "dials", SECRET, bytes(NONCE_BYTES)),  # the proof of another nonce
         compute_proof(99, "dials", SECRET, bytes(NONCE_BYTES)),
     ],
 )
@@ -168,7 +168,7 @@ async def test_a_stranger_is_disconnected(bench: Bench, answer: bytes) -> None:
 
 
 async def test_a_replayed_proof_is_rejected(bench: Bench) -> None:
-    """The proof is one of a nonce that never comes again."""
+    """A nonce is never repeated, so an overheard proof is useless."""
     bench.open()
     stream = await bench.visit()
     nonce = await stream[0].readexactly(NONCE_BYTES)
@@ -214,7 +214,7 @@ async def test_a_flood_of_strangers_does_not_lock_out_the_ends(
         async with asyncio.timeout(30):
             assert await good[0].readexactly(1) == b"A"
         good[1].transport.abort()
-    # A connection whose slot was given away ends a moment later.
+    # A connection that lost its slot ends a moment later.
     await until(lambda: len(bench.relay._unauthenticated) <= MAX_STRANGERS + MAX_FROM_ENDS)
     await flood.end()
 
@@ -285,7 +285,7 @@ async def test_a_slow_reader_slows_the_sender_and_memory_is_bounded(bench: Bench
                 sending[1].write(data)
                 await sending[1].drain()
                 sent += len(data)
-    # What the sockets of three processes hold, and no gigabyte.
+    # The limit is what the sockets of three processes buffer, far less than a gigabyte.
     assert bench.relay.bytes_relayed < 64 << 20
     stuck = bench.relay.bytes_relayed
     assert sent - stuck < 64 << 20
@@ -304,7 +304,7 @@ async def test_the_byte_rate_is_limited(bench: Bench) -> None:
     began, size = loop.time(), 500_000
     writer.write(b"x" * size)
     await reader.readexactly(size)
-    assert loop.time() - began > 0.8  # there and back
+    assert loop.time() - began > 0.8  # in both directions
 
 
 async def test_an_unreachable_relay_is_retried_slowly(
@@ -347,13 +347,13 @@ async def test_abandoned_relays_are_closed(bench: Bench, monkeypatch: pytest.Mon
     assert list(bench.relay._sessions) == [2]
 
 
-# --- a relay that lies ------------------------------------------------------------------------
+# --- a hostile relay --------------------------------------------------------------------------
 
 Pass = Callable[[bytes, asyncio.StreamWriter], None]
 
 
 def pass_nothing(data: bytes, writer: asyncio.StreamWriter) -> None:
-    """It reads what comes."""
+    """Drop the data."""
 
 
 def pass_slowly(data: bytes, writer: asyncio.StreamWriter) -> None:
@@ -365,7 +365,7 @@ def alter(data: bytes, writer: asyncio.StreamWriter) -> None:
 
 
 class Forger:
-    """It drops what it is sent, and answers as an end would, without the ends' secret."""
+    """Drops the data and answers as an end would, but without the ends' secret."""
 
     def __init__(self) -> None:
         self._numbers: Counter[asyncio.StreamWriter] = Counter()
@@ -378,7 +378,7 @@ class Forger:
 
 
 class Dropper:
-    """It passes signs of life only, and drops the data between them."""
+    """Relays keepalives only, and drops the data between them."""
 
     def __init__(self) -> None:
         self._rest: dict[asyncio.StreamWriter, bytes] = {}
@@ -397,9 +397,9 @@ class Dropper:
 
 
 def lie(monkeypatch: pytest.MonkeyPatch, passes: Pass, honest: int) -> None:
-    """The relay joins two ends, and after the first ``honest`` bytes of each ``passes`` the rest.
+    """Make the relay pass the first ``honest`` bytes of each end, and give the rest to ``passes``.
 
-    What it is asked to echo it does.
+    It still answers echo requests.
     """
 
     async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -434,7 +434,10 @@ def lie(monkeypatch: pytest.MonkeyPatch, passes: Pass, honest: int) -> None:
 async def test_a_relay_that_lies_is_reported(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, passes: Pass, honest: int
 ) -> None:
-    """Its probes pass; no data does. If the end that waits notices first, it seems to cut."""
+    """It answers probes, but drops or alters data.
+
+    The end that notices first closes the connection.
+    """
     monkeypatch.setattr(relayed_stream, "SIGN_INTERVAL_S", 0.02)
     port = await bench.serve()
     lie(monkeypatch, passes, honest)
@@ -471,7 +474,7 @@ async def test_a_relay_that_passes_signs_of_life_only_is_reported(
     bench.open()
     for _ in range(ends.LOSS_LIMIT.burst + 1):
         stream = await bench.dial(port)
-        # The first chunk, which passes, ends with a whole record.
+        # The first chunk is relayed; it ends with a complete record.
         await asyncio.sleep(0.1)
         stream[1].write(b"hello")
         await ended(stream)
@@ -479,7 +482,7 @@ async def test_a_relay_that_passes_signs_of_life_only_is_reported(
 
 
 async def test_a_relay_that_cuts_connections_is_reported(bench: Bench) -> None:
-    """A few may be lost for other reasons."""
+    """The limit allows a few losses for other reasons."""
     port = await bench.serve()
     bench.open()
     for lost in range(ends.LOSS_LIMIT.burst + 1):
@@ -496,7 +499,7 @@ async def test_a_relay_that_cuts_connections_is_reported(bench: Bench) -> None:
 async def test_connections_given_up_without_an_answer_count_too(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A stage gives up its link before the relay's own bound."""
+    """A stage may close its connection before the relay's timeout."""
     monkeypatch.setattr(relayed_stream, "SIGN_INTERVAL_S", 0.02)
     monkeypatch.setitem(relayed_stream.MAX_UNANSWERED, "dials", 1 << 30)
     port = await bench.serve()
@@ -514,7 +517,7 @@ async def test_connections_given_up_without_an_answer_count_too(
 async def test_ends_that_close_report_no_relay(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither do a port that isn't open and one that isn't ours."""
+    """A closed port and a port that isn't molink's count neither."""
     monkeypatch.setattr(relayed_stream, "SIGN_INTERVAL_S", 0.02)
     monkeypatch.setattr(ends, "LOSS_LIMIT", RateLimit(1, 1e-6))
     port = await bench.serve()
@@ -540,7 +543,7 @@ async def test_an_idle_connection_stays(bench: Bench, monkeypatch: pytest.Monkey
     bench.open()
     stream = await bench.dial(port)
     before = bench.relay.bytes_relayed
-    # Many more signs than may be unanswered.
+    # Many more keepalives than may be unanswered.
     await until(lambda: bench.relay.bytes_relayed - before > 100 * SIGN_BYTES)
     stream[1].write(b"a")
     assert await stream[0].readexactly(1) == b"A"

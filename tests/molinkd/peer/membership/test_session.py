@@ -49,12 +49,12 @@ READY = StageReady(pipeline="p1", epoch=1, stage=0)
 
 
 class FakeCoordinator:
-    """Welcomes every peer that reports; records its messages."""
+    """Welcomes every peer that reports, and records its messages."""
 
     def __init__(self, net: Net) -> None:
         self.got: list[object] = []
         self.identity, self.term, self.protocol = b"", 0, PROTOCOL
-        #: The membership log, and why it takes no entries.
+        #: The membership log, and the error with which entries are rejected.
         self.members, self.failure = LogBuilder(), ""
         self.server = net.server(control_codec(), self._handle)
 
@@ -89,7 +89,7 @@ class FakeCoordinator:
 def make_session(
     net: Net, keys: KeyPair, port: int, recorder: list[object], term: int = 0, swarm: str = "s"
 ) -> CoordinatorSession:
-    """A session that obeys no coordinator of a term before ``term``."""
+    """A session that ignores coordinators of terms before ``term``."""
     membership = MembershipRecord(
         swarm=swarm, coordinator_key=net.keys.public, addresses=(f"127.0.0.1:{port}",)
     )
@@ -139,7 +139,7 @@ async def test_an_incompatible_coordinator_is_not_followed(net: Net) -> None:
     await net.until(lambda: "of an unknown version" in session.failure_reason)
     assert not session.is_welcomed
     assert "welcome" not in recorder
-    # It was updated in turn.
+    # The coordinator was updated, too.
     coordinator.identity, coordinator.protocol = b"", PROTOCOL
     await net.until(lambda: session.is_welcomed)
     assert session.failure_reason == ""
@@ -147,7 +147,7 @@ async def test_an_incompatible_coordinator_is_not_followed(net: Net) -> None:
 
 
 async def test_an_oversized_report_is_sent_without_its_load(net: Net) -> None:
-    """What only people look at never keeps a peer from being there."""
+    """An oversized report loses its load, which is only displayed, and the peer stays online."""
     coordinator, recorder = FakeCoordinator(net), []
     long = msgspec.structs.replace(REPORT, models=("m" * 250,) * 14)
     requests = (RequestLoad("o" * 32, "decode", 1),) * MAX_REQUESTS
@@ -176,7 +176,7 @@ async def test_messages_and_requests(net: Net) -> None:
 
 
 async def test_requests_about_members_are_signed(net: Net) -> None:
-    """The coordinator only stores what this PC says; it never sees the user's request."""
+    """The coordinator stores what this PC signs, and never sees the user's request."""
     coordinator, owner = FakeCoordinator(net), TestPeer(net.member())
     coordinator.members = LogBuilder(owner)
     log = coordinator.members.log
@@ -198,7 +198,7 @@ async def test_requests_about_members_are_signed(net: Net) -> None:
     assert coordinator.members.standing(guest) == ["revoked"]
     asked = {type(one) for one in coordinator.got} - {PeerReport}
     assert asked == {LogRequest, AppendEntries}
-    # Errors reach the user, be they found here or there.
+    # Errors found here and at the coordinator reach the user.
     with pytest.raises(UsageError, match="-1"):
         await session.request(InviteRequest(ref=0, ttl=-1.0))
     coordinator.failure = "the log is full"
@@ -208,7 +208,7 @@ async def test_requests_about_members_are_signed(net: Net) -> None:
 
 
 async def test_the_log_of_another_swarm_is_not_signed_for(net: Net) -> None:
-    """A coordinator that shows other entries gets no signature for its own swarm."""
+    """A coordinator that shows another swarm's log gets no signature for its own."""
     coordinator, owner = FakeCoordinator(net), TestPeer(net.member())
     coordinator.members = LogBuilder(owner, TestPeer(name="another"))
     mine = LogBuilder(owner).log
@@ -329,6 +329,6 @@ async def test_it_follows_the_coordinator_to_a_new_address(net: Net) -> None:
     session.follow_coordinator(place)
     await net.until(lambda: session.is_welcomed)
     assert REPORT in second.got
-    session.follow_coordinator(place)  # there it is already
+    session.follow_coordinator(place)  # it is connected there already
     assert session.is_welcomed
     await session.close()
