@@ -4,7 +4,7 @@
 
 One stream without drafts, in a ring of daemons with a stage per node (:mod:`tools.bench_rival`).
 The time per token as the client sees it is split into the configured delays, what the emulation
-adds to these (idle round trips of small datagrams), the wire (bytes by the rate), the stages'
+adds to these (idle round trips of small datagrams), the wire (rows by the rate), the stages'
 steps, and the rest: event loops, threads, encryption, kernel, scheduler. Beside the rest stands the
 CPU time of the three workers outside steps; what is left of it is waiting until a thread runs or a
 packet is seen.
@@ -21,14 +21,14 @@ from pathlib import Path
 
 import psutil
 
-from tools.bench_drafts import Client
+from tools.bench_drafts import Client, sum_counters
 from tools.bench_rival import Side, run_molink
 from tools.simulate_drafts import load_texts
 from tools.wan import RigError, unavailable
 from tools.wan.check import run_probe
 
 _COUNTER = re.compile(
-    r"^molink_(stage_compute_seconds|stage_steps|link_sent_bytes)_total\{[^}]*\} (\S+)$", re.M
+    r"^molink_(stage_compute_seconds|stage_steps|link_packed_bytes)_total\{[^}]*\} (\S+)$", re.M
 )
 #: Seconds of a probe.
 _PROBE_S = 2.0
@@ -64,25 +64,18 @@ def read_usage(side: Side) -> Usage:
     return found
 
 
-def sum_counters(metrics: str) -> dict[str, float]:
-    """Counters over all stages."""
-    found: dict[str, float] = {}
-    for name, value in _COUNTER.findall(metrics):
-        found[name] = found.get(name, 0.0) + float(value)
-    return found
-
-
 def measure_rows(side: Side, options: argparse.Namespace) -> Iterator[tuple[str, float]]:
     """What a token takes, in milliseconds, from the whole to its parts."""
-    client = Client(side)
+    clients = [Client(side, node) for node in range(side.nodes)]
+    client = clients[0]
     prompts = [text.prompt for text in load_texts()["chat"]][: options.texts]
     body = {"temperature": 0, "max_tokens": options.tokens, "ignore_eos": True}
     for prompt in prompts:  # so that they are cached
         client.ask({**body, "prompt": prompt, "max_tokens": 2})
-    before, used = sum_counters(client.read_metrics()), read_usage(side)
+    before, used = sum_counters(clients, _COUNTER), read_usage(side)
     answers = [client.ask({**body, "prompt": prompt}) for prompt in prompts]
     spent = read_usage(side) - used
-    after = sum_counters(client.read_metrics())
+    after = sum_counters(clients, _COUNTER)
     count = {name: value - before[name] for name, value in after.items()}
     tokens = sum(answer.tokens for answer in answers)
     total = 1000 * statistics.mean(answer.token_s for answer in answers)
@@ -92,7 +85,7 @@ def measure_rows(side: Side, options: argparse.Namespace) -> Iterator[tuple[str,
         run_probe(side.rig, "ping", _PROBE_S, index, (index + 1) % side.nodes)["p50"] / 2
         for index in range(side.nodes)
     ]
-    wire = count["link_sent_bytes"] / tokens * 8 / (1000 * options.mbps)
+    wire = count["link_packed_bytes"] / tokens * 8 / (1000 * options.mbps)
     steps = 1000 * count["stage_compute_seconds"] / tokens
     yield f"{side.nodes} delays", delays
     yield "emulation", sum(hops) - delays

@@ -19,6 +19,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,8 @@ from tools.wan import RigError, unavailable
 _COUNTERS = re.compile(
     r"^molink_scheduler_(draft_tokens(?:_accepted)?)_total(?:\{[^}]*\})? (\S+)$", re.M
 )
+#: Seconds until counters are reported.
+_REPORT_S = 2.0
 #: Shortest answer that counts, in tokens, and shortest one of a held-out conversation.
 _MIN_TOKENS, _MIN_CHARACTERS = 8, 80
 _COLUMNS = ("text", "drafts", "ms per token", "times shorter", "each text", "right", "same answers")
@@ -84,17 +87,16 @@ async def run_client(url: str) -> None:
                 answer = await _ask(session, url, body)
                 print(json.dumps([answer.text, answer.tokens, answer.token_s]), flush=True)
                 continue
-            await asyncio.sleep(2.0)  # counters come with the next report
             async with session.get(f"{url}/metrics") as response:
                 print(json.dumps(await response.text()), flush=True)
 
 
 class Client:
-    """Asks a side from its first node."""
+    """Asks a side from one of its nodes, whose endpoints have the same port."""
 
-    def __init__(self, side: Side) -> None:
+    def __init__(self, side: Side, node: int = 0) -> None:
         command = [sys.executable, "-m", "tools.bench_drafts", "client", side.url]
-        self._process = side.rig.run(0, command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self._process = side.rig.run(node, command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self._name = side.name
 
     def ask(self, body: Body) -> Answer:
@@ -104,10 +106,6 @@ class Client:
     def read_metrics(self) -> str:
         """The endpoint's metrics."""
         return str(self._exchange({}))
-
-    def read_counters(self) -> dict[str, float]:
-        """The drafts so far, and how many of them were right."""
-        return {name: float(value) for name, value in _COUNTERS.findall(self.read_metrics())}
 
     def _exchange(self, body: Body) -> Any:
         process = self._process
@@ -119,6 +117,17 @@ class Client:
         if not line:
             raise RuntimeError(f"the requests to {self._name} failed")
         return json.loads(line)
+
+
+def sum_counters(clients: Sequence[Client], pattern: re.Pattern[str]) -> dict[str, float]:
+    """Counters of a side over its nodes, each of which tells of its own stage: what the groups of
+    ``pattern`` name, with their values."""
+    time.sleep(_REPORT_S)
+    found: dict[str, float] = {}
+    for client in clients:
+        for name, value in pattern.findall(client.read_metrics()):
+            found[name] = found.get(name, 0.0) + float(value)
+    return found
 
 
 def collect_requests(options: argparse.Namespace) -> dict[str, list[Body]]:
@@ -160,17 +169,17 @@ def format_row(
 
 
 def measure_kind(
-    kind: str, requests: Sequence[Body], clients: Mapping[str, Client], repeats: int
+    kind: str, requests: Sequence[Body], clients: Mapping[str, Sequence[Client]], repeats: int
 ) -> None:
-    """Ask all sides in turn, and print a row of each."""
-    before = {name: client.read_counters() for name, client in clients.items()}
+    """Ask all sides in turn, each at its first node, and print a row of each."""
+    before = {name: sum_counters(nodes, _COUNTERS) for name, nodes in clients.items()}
     answers: dict[str, list[Answer]] = {name: [] for name in clients}
     for index, body in enumerate([*requests] * repeats):
         for name in list(clients)[:: -1 if index % 2 else 1]:
-            answers[name].append(clients[name].ask(body))
+            answers[name].append(clients[name][0].ask(body))
     first = next(iter(answers.values()))
-    for name, client in clients.items():
-        after = client.read_counters()
+    for name, nodes in clients.items():
+        after = sum_counters(nodes, _COUNTERS)
         counted = {key: value - before[name].get(key, 0.0) for key, value in after.items()}
         print(f"| {kind} | {format_row(name, answers[name], first, counted)} |", flush=True)
 
@@ -179,18 +188,19 @@ def measure_sides(options: argparse.Namespace) -> None:
     """Start all sides, and print the table."""
     requests = collect_requests(options)
     with tempfile.TemporaryDirectory() as place, contextlib.ExitStack() as stack:
-        clients = dict[str, Client]()
+        clients = dict[str, list[Client]]()
         sides = list[Side]()
         for name in options.sides.split(","):
             settings = {"MOLINK_NUM_SPECULATIVE_TOKENS": name}
             side = Side(name, options.nodes, None)
             started = run_molink(side, options.model, settings, Path(place), pinned=False)
             sides.append(stack.enter_context(started))
-            clients[name] = Client(side)
+            clients[name] = [Client(side, node) for node in range(side.nodes)]
         for side in sides:
             side.slow_down(options.mbps, options.delay_ms, options.queue)
-        for client in clients.values():
-            client.ask({**next(iter(requests.values()))[0], "max_tokens": 16})
+        first = next(iter(requests.values()))[0]
+        for nodes in clients.values():  # to warm the connections; nothing of it is drafted later
+            nodes[0].ask({**first, "max_tokens": 16, "cache_salt": "warm"})
         print(f"| {' | '.join(_COLUMNS)} |")
         print(f"|---|---{'|---:' * (len(_COLUMNS) - 2)}|")
         for kind, some in requests.items():
