@@ -20,6 +20,8 @@ MAX_IMAGES, MAX_TILES = 32, 128
 MAX_PIXEL_BYTES = 96 << 20
 CHANNELS = 3
 _ID_BYTES = 4
+#: Bits of a token id on the wire, and bytes of an image's digest before them in the prefix cache.
+_WIRE_BITS, _SCOPE_BYTES = 31, 16
 
 _Extent = Annotated[int, msgspec.Meta(ge=1, le=2**14)]
 
@@ -89,15 +91,29 @@ class ImageInput(msgspec.Struct, frozen=True, array_like=True):
     @property
     def row_ids(self) -> list[int]:
         """Token ids of the image's rows; equal images have equal ids."""
-        words = shake_128(self.digest).digest(_ID_BYTES * self.span.num_rows)
-        return [
-            FIRST_IMAGE_ID | int.from_bytes(words[at : at + _ID_BYTES], "little") >> 2
-            for at in range(0, len(words), _ID_BYTES)
-        ]
+        return _derive_ids(self.digest, self.span.num_rows)
 
-    @property
-    def placed_ids(self) -> dict[int, int]:
-        """Token ids of the image's rows by position in the prompt."""
-        span, ids = self.span, self.row_ids
+    def place_ids(self) -> dict[int, int]:
+        """Token ids of the image's rows by position in the prompt, for a prefix cache.
+
+        Each begins with the image's digest: images that differ share no id, whoever made them.
+        :func:`narrow_id` returns the ids on the wire.
+        """
+        span, digest = self.span, self.digest
+        scope = int.from_bytes(digest[:_SCOPE_BYTES], "little") << _WIRE_BITS
+        ids = _derive_ids(digest, span.num_rows)
         rows = ((position, span.row_at(position)) for position in range(span.start, span.end))
-        return {position: ids[row] for position, row in rows if row is not None}
+        return {position: scope | ids[row] for position, row in rows if row is not None}
+
+
+def narrow_id(token: int) -> int:
+    """Return the id on the wire of a token in a prefix cache; the same unless it shows an image."""
+    return token & ((1 << _WIRE_BITS) - 1)
+
+
+def _derive_ids(digest: bytes, count: int) -> list[int]:
+    words = shake_128(digest).digest(_ID_BYTES * count)
+    return [
+        FIRST_IMAGE_ID | int.from_bytes(words[at : at + _ID_BYTES], "little") >> 2
+        for at in range(0, len(words), _ID_BYTES)
+    ]

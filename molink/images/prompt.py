@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from molink.checkpoint.vision import VisionConfig
 from molink.errors import BrokenModel, RequestError
-from molink.facts.images import MAX_PIXEL_BYTES, MAX_TILES, ImageInput, ImageSpan
+from molink.facts.images import MAX_PIXEL_BYTES, MAX_TILES, ImageInput, ImageSpan, narrow_id
 from molink.images.cut import CutImage, tile_pixels
 
 #: Encodes a text to token ids.
@@ -55,11 +55,11 @@ def _place_images(
                 raise _unexpected_tokens(vision)
             span = ImageSpan(own[0], own[-1] + 1 - own[0], tile.height, tile.width, line)
             image = ImageInput(span, pixels)
-            placed = image.placed_ids
+            placed = image.place_ids()
             if [*placed] != own:
                 raise _unexpected_tokens(vision)
             for position, token in placed.items():
-                ids[position] = token
+                ids[position] = narrow_id(token)
             images.append(image)
     if first != len(places):
         raise RequestError(

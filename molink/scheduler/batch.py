@@ -4,6 +4,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from molink.facts.images import narrow_id
 from molink.scheduler.blocks import HostCopy
 from molink.scheduler.in_flight import InFlightTracker
 from molink.scheduler.kv_cache_manager import KVCacheManager
@@ -266,7 +267,8 @@ class ControlIssuer:
             control.append(ControlWithPayload(images, data=state.image_rows))
         replays = request.grammar and state.num_output_tokens
         if self._sends_tokens or request.sampling_params.needs_history or replays:
-            for first, ids in _split_ids(state.tokens):
+            tokens = [*map(narrow_id, state.tokens)] if state.image_spans else state.tokens
+            for first, ids in _split_ids(tokens):
                 state.last_seq = self._in_flight.issue_seq()
                 history = History(state.last_seq, state.id, first, Payload("i32", (len(ids),)))
                 control.append(ControlWithPayload(history, ids))

@@ -351,15 +351,17 @@ class Batcher:
         """Add up to ``maximum`` prefill rows of a request; return their number."""
         limit = (state.num_announced + builder.block_room) * self._config.block_size
         count = min(maximum, min(len(state.tokens), limit) - state.num_issued)
+        whole = state.image_spans if self._config.whole_images else ()
+        count = count_uncut(whole, state.num_issued, count)
+        if state.num_issued + count > limit:
+            return maximum  # the next volume has room
         before_snapshot = state.snapshot_end - state.num_issued
-        if 0 < before_snapshot <= count:
+        if 0 < before_snapshot <= count and before_snapshot == count_uncut(
+            whole, state.num_issued, before_snapshot
+        ):
             kept = self.cache.states.allocate_slot()
             if kept is not None:
                 count, state.kept_slot = before_snapshot, kept
-        if self._config.whole_images:
-            count = count_uncut(state.image_spans, state.num_issued, count)
-            if state.num_issued + count > limit:
-                return maximum  # the next volume has room
         self._add_rows(builder, state, count, now)
         self.num_prefill_rows += count
         return count

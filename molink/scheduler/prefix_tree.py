@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from molink.errors import InvariantError
+from molink.facts.images import narrow_id
 from molink.routing.cache_report import (
     DIGEST_BYTES,
     MAX_DIGESTS,
@@ -232,14 +233,17 @@ class SpanLog:
     def add_block(
         self, block: int, parent: int, key: BlockTokens, cache_scope: bytes = b""
     ) -> None:
-        """Record a full block of a sequence of ``cache_scope`` that was inserted."""
+        """Record a full block of a sequence of ``cache_scope`` that was inserted.
+
+        Digests are those of the ids on the wire, which routers know.
+        """
         if parent == find_root(cache_scope):
             digest, before = ROOT_DIGEST, BlockTokens()
         elif parent in self._blocks:
             digest, before, _ = self._blocks[parent]
         else:
             return
-        rest = before + key
+        rest = before + tuple(map(narrow_id, key))
         spans = span_digests(rest, digest, cache_scope)
         if spans:
             digest = spans[-1].to_bytes(DIGEST_BYTES, "little")

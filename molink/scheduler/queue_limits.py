@@ -8,7 +8,7 @@ from molink.errors import ContextTooLong, Overloaded, RequestError
 from molink.scheduler.config import SchedulerConfig
 from molink.scheduler.fair_shares import W_INPUT, W_OUTPUT
 from molink.scheduler.request_queues import PREEMPT_AFTER_S, RequestQueues
-from molink.scheduler.request_state import RequestState
+from molink.scheduler.request_state import MIN_TIMEOUT_S, RequestState
 from molink.util.ewma import Ewma
 
 #: Bounds of ``Retry-After``, in seconds.
@@ -73,7 +73,9 @@ class QueueLimits:
 
     def max_queue_s(self, state: RequestState) -> float:
         """Seconds that a request may wait for admission."""
-        return state.max_queue_s or self._config.max_queue_s or math.inf
+        usual = self._config.max_queue_s
+        usual = usual and max(MIN_TIMEOUT_S, usual - state.encoded_s)
+        return state.max_queue_s or usual or math.inf
 
     def has_wait_bound(self, state: RequestState) -> bool:
         """Whether the request can expire while waiting."""

@@ -56,6 +56,8 @@ class RequestState:
     #: Spans of the prompt's images, and their rows, which only stage 0 interprets.
     image_spans: tuple[ImageSpan, ...] = ()
     image_rows: object = None
+    #: Seconds that its images took before it arrived.
+    encoded_s: float = 0.0
     #: When it arrived at this scheduler, and when its first token did.
     arrived_at: float = 0.0
     first_token_at: float = 0.0
@@ -123,13 +125,15 @@ class RequestState:
         adapter: int = 0,
         image_spans: tuple[ImageSpan, ...] = (),
         image_rows: object = None,
+        encoded_s: float = 0.0,
     ) -> "RequestState":
         """The state of a request that ``peer`` submits under ``key``.
 
         ``output_ids`` were generated in an earlier epoch; the client asked ``elapsed_s`` seconds
         ago. ``adapter`` is the number of the request's adapter, ``image_rows`` are the rows of its
-        images at ``image_spans``.
+        images at ``image_spans``, which took ``encoded_s`` seconds since it was submitted.
         """
+        elapsed_s += encoded_s
         tokens = [*request.prompt_token_ids, *output_ids]
         max_queue_s = 0.0 if output_ids else request.max_queue_s
         return cls(
@@ -145,6 +149,7 @@ class RequestState:
             adapter=adapter,
             image_spans=image_spans,
             image_rows=image_rows,
+            encoded_s=encoded_s,
         )
 
     def set_arrival(self, now: float, cached: int = 0, costs: RequestCosts | None = None) -> None:

@@ -84,6 +84,10 @@ class LoadedStage(Protocol):
         """The model's config."""
 
     @property
+    def dtype(self) -> WeightDType:
+        """Type in which it computes."""
+
+    @property
     def wire_dtype(self) -> WeightDType:
         """Type of rows between stages."""
 

@@ -5,11 +5,8 @@ from itertools import accumulate
 
 from molink.checkpoint.vision import VisionConfig
 from molink.errors import RequestError
-from molink.facts.images import FIRST_IMAGE_ID, MAX_PIXEL_BYTES, ImageInput, ImageSpan
+from molink.facts.images import FIRST_IMAGE_ID, MAX_PIXEL_BYTES, ImageInput, ImageSpan, narrow_id
 from molink.wire.messages.serving import PIXEL_FRAGMENT
-
-#: Bytes of an element of a row of an image, at most.
-_ELEMENT_BYTES = 4
 
 
 class IncomingImages:
@@ -37,8 +34,9 @@ class IncomingImages:
             if vision is not None:
                 _check_size(span, vision)
         self._spans = tuple(spans)
-        self._rows_per_token = 1 if vision is None else len(vision.connectors)
         self._pixels = bytearray()
+        #: Ids of images' rows by position, once all pixels have arrived.
+        self._placed: dict[int, int] = {}
         self._num_bytes = sum(span.num_pixel_bytes for span in spans)
         if self._num_bytes > MAX_PIXEL_BYTES:
             raise RequestError(
@@ -60,10 +58,10 @@ class IncomingImages:
         """Whether all pixels have arrived."""
         return len(self._pixels) == self._num_bytes
 
-    def held_bytes(self, hidden_size: int) -> int:
+    def held_bytes(self, row_bytes: int) -> int:
         """Memory that they take, first as pixels, then as rows of the decoder."""
-        rows = sum(span.num_rows for span in self._spans) * self._rows_per_token
-        return max(self._num_bytes, rows * hidden_size * _ELEMENT_BYTES)
+        rows = sum(span.num_rows for span in self._spans)
+        return max(self._num_bytes, rows * row_bytes)
 
     def add_pixels(self, first: int, data: memoryview) -> None:
         """Add pixels from byte ``first`` on.
@@ -92,13 +90,15 @@ class IncomingImages:
             images.append(ImageInput(span, pixels))
             first += span.num_pixel_bytes
         self._pixels = bytearray()
-        expected = {
-            position: token for image in images for position, token in image.placed_ids.items()
-        }
+        self._placed = {at: token for image in images for at, token in image.place_ids().items()}
         found = {at: token for at, token in enumerate(ids) if token >= FIRST_IMAGE_ID}
-        if found != expected:
+        if found != {at: narrow_id(token) for at, token in self._placed.items()}:
             raise RequestError("the prompt's ids do not stand for its images", "prompt")
         return tuple(images)
+
+    def widen_ids(self, ids: Sequence[int]) -> tuple[int, ...]:
+        """Return a prompt's ids with those of its images as :meth:`.ImageInput.place_ids` does."""
+        return tuple(self._placed.get(at, token) for at, token in enumerate(ids))
 
 
 def _check_size(span: ImageSpan, vision: VisionConfig) -> None:

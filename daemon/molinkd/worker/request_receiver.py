@@ -48,8 +48,11 @@ MAX_INCOMPLETE_CONTEXTS = 4
 #: Seconds after its last fragment when an incomplete submission is rejected.
 FRAGMENT_TIMEOUT_S = 30.0
 
-#: Memory of all requests' images, in bytes, and of one peer's, which may trickle them.
-MAX_IMAGE_BYTES, MAX_PEER_IMAGE_BYTES = 512 << 20, 384 << 20
+#: Memory of all requests' images, in bytes.
+MAX_IMAGE_BYTES = 512 << 20
+#: A peer, which may trickle its images, takes at most so many times what is left then (dynamic
+#: thresholds, Choudhury and Hahne 1998): 384 MiB alone. However many collude, some is left.
+PEER_SHARE = 3
 
 ClientMessage = Submit | PromptFragment | PixelFragment | Cancel | Credit
 #: Encodes images while the second argument, which may be called on another thread, says that they
@@ -72,7 +75,8 @@ class _IncompleteRequest:
     submit: Submit
     grammar: bytes
     images: IncomingImages
-    #: When its last fragment arrived.
+    #: When it was submitted, and when its last fragment arrived.
+    began_at: float
     updated_at: float
     ids: "array[int]" = field(default_factory=lambda: array("i"))
 
@@ -85,11 +89,11 @@ class _IncompleteRequest:
 class ReceiverModel:
     """What a receiver knows of its model; adapters in the order of their numbers.
 
-    ``encode_images`` is set if the model has ``vision``.
+    ``encode_images`` is set if the model has ``vision``; a row of an image has ``row_bytes``.
     """
 
     vocab_size: int
-    hidden_size: int = 0
+    row_bytes: int = 0
     adapters: Sequence[str] = ()
     vision: VisionConfig | None = None
     encode_images: EncodeImages | None = None
@@ -264,7 +268,8 @@ class RequestReceiver:
         except MolinkError as error:
             self._reject_error(peer, submit.key, error)
             return
-        self._incomplete[peer][submit.key] = _IncompleteRequest(submit, grammar, images, now)
+        entry = _IncompleteRequest(submit, grammar, images, now, now)
+        self._incomplete[peer][submit.key] = entry
         if submit.cache_version is not None:
             self._cache_versions[peer, submit.key] = submit.cache_version
 
@@ -299,12 +304,12 @@ class RequestReceiver:
             known: size for known, size in self._image_bytes.items() if known in self._connections
         }
         held.pop((peer, key), None)
-        size = images.held_bytes(self._model.hidden_size)
+        size = images.held_bytes(self._model.row_bytes)
         taken = [*self._encoding_bytes.values()]
         taken += [(known[0], count) for known, count in held.items() if known not in self._encoding]
         every = sum(count for _, count in taken)
         own = sum(count for one, count in taken if one == peer)
-        if size and (every + size > MAX_IMAGE_BYTES or own + size > MAX_PEER_IMAGE_BYTES):
+        if size and own + size > PEER_SHARE * (MAX_IMAGE_BYTES - every - size):
             raise Overloaded("the images of other requests take all memory for images")
         self._image_bytes = held | ({(peer, key): size} if size else {})
 
@@ -374,14 +379,14 @@ class RequestReceiver:
                 self._reject_error(peer, key, error)
 
         self._encoding[peer, key] = entry
-        self._encoding_bytes[id(entry)] = peer, entry.images.held_bytes(self._model.hidden_size)
+        self._encoding_bytes[id(entry)] = peer, entry.images.held_bytes(self._model.row_bytes)
         encode(images, is_wanted, on_encoded)
 
     def _submit_request(
         self, peer: str, entry: _IncompleteRequest, rows: Sequence[object] | None, now: float
     ) -> None:
         adapter = self._adapters.get(entry.submit.request.adapter, 0)
-        state = _make_state(peer, entry, adapter, rows)
+        state = _make_state(peer, entry, adapter, rows, now)
         self.deliver_emissions(self._scheduler.submit_request(state, now), now)
 
     def _append_ids(self, entry: _IncompleteRequest, first: int, ids: Sequence[int]) -> None:
@@ -424,9 +429,13 @@ class RequestReceiver:
 
 
 def _make_state(
-    peer: str, entry: _IncompleteRequest, adapter: int, image_rows: Sequence[object] | None
+    peer: str,
+    entry: _IncompleteRequest,
+    adapter: int,
+    image_rows: Sequence[object] | None,
+    now: float,
 ) -> RequestState:
-    submit, ids = entry.submit, tuple(entry.ids)
+    submit, ids = entry.submit, entry.images.widen_ids(entry.ids)
     request = msgspec.structs.replace(
         submit.request, prompt_token_ids=ids[: submit.num_prompt_tokens], grammar=entry.grammar
     )
@@ -440,6 +449,7 @@ def _make_state(
         adapter=adapter,
         image_spans=entry.images.spans,
         image_rows=image_rows,
+        encoded_s=0.0 if image_rows is None else now - entry.began_at,
     )
 
 

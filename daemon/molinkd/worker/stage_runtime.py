@@ -173,10 +173,12 @@ class StageRuntime:
         )
 
     def _create_receiver(self, scheduler: Scheduler) -> RequestReceiver:
-        config, images = self._engine.stage.config, self._engine.images
+        stage, images = self._engine.stage, self._engine.images
+        config = stage.config
+        connectors = 1 if config.vision is None else len(config.vision.connectors)
         model = ReceiverModel(
             config.vocab_size,
-            config.hidden_size,
+            connectors * config.hidden_size * DTYPE_SIZES[stage.dtype],
             tuple(adapter.name for adapter in config.adapters),
             None if images is None else config.vision,
             None if images is None else partial(self._encode_images, images),

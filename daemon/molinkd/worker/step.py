@@ -112,8 +112,8 @@ def _gather_input(
     """Token ids ``[T]`` at the first stage, hidden rows ``[T, H]`` at the others."""
     if stage.is_first:
         ids = [token for step_input in step_inputs for token in _verified_tokens(step_input)]
-        tokens = torch.tensor(ids, dtype=torch.int64)
-        return torch.where(tokens < FIRST_IMAGE_ID, tokens, 0), None
+        text = [token if token < FIRST_IMAGE_ID else 0 for token in ids]
+        return torch.tensor(text, dtype=torch.int64), None
     parts = []
     for step_input in step_inputs:
         rows = torch.frombuffer(step_input.data, dtype=TORCH_DTYPES[stage.wire_dtype])

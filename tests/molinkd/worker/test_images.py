@@ -39,7 +39,9 @@ class Sight(States):
         """Submit prompts one after another."""
         for at, (key, prompt) in enumerate(prompts.items()):
             rows = self._encoder.encode_now(prompt.images)
-            request = Request("m", tuple(prompt.ids), ANSWER, GREEDY)
+            placed = {at: id for image in prompt.images for at, id in image.place_ids().items()}
+            ids = tuple(placed.get(at, token) for at, token in enumerate(prompt.ids))
+            request = Request("m", ids, ANSWER, GREEDY)
             spans = tuple(image.span for image in prompt.images)
             state = RequestState.from_request(
                 request, "d", key, credit_window=1 << 20, image_spans=spans, image_rows=rows
@@ -128,6 +130,27 @@ def test_images_are_cached_by_their_pixels(
     else:
         assert shared[-1].span.end - 4 < served.cached["1"] <= after.start + 4
     assert served.cached["other"] <= shared[0].span.start
+
+
+@pytest.mark.parametrize("folder", ["qwen3_5"], indirect=True)
+def test_no_state_is_kept_within_an_image_that_is_not_cut(
+    folder: Path, stages: Sequence[Stage]
+) -> None:
+    """No family has both; prompts branch off in the last block of the first image's rows."""
+    served = Sight(stages, num_blocks=256, whole_images=True, max_num_batched_tokens=30)
+    shared = make_picture(40, 40, 9)
+    asked = {
+        str(number): SeenPrompt.from_text(
+            folder, "@.@ why?", [shared, make_picture(24, 24, number)]
+        )
+        for number in range(3)
+    }
+    for key, prompt in asked.items():
+        served.ask({key: prompt})
+        served.finish()
+    expected = {key: answer_reference(folder, prompt, ANSWER) for key, prompt in asked.items()}
+    assert served.answers == expected
+    assert served.cached["2"] == 0
 
 
 def test_one_thread_encodes_what_is_still_wanted(stages: Sequence[Stage], prompts: Prompts) -> None:

@@ -7,7 +7,8 @@ import pytest
 from msgspec import structs
 
 from molink.checkpoint.vision_towers import parse_vision
-from molink.facts.images import ImageInput, ImageSpan
+from molink.facts import images
+from molink.facts.images import FIRST_IMAGE_ID, ImageInput, ImageSpan
 from molink.routing.cache_report import CacheReport, span_digests, unpack_report
 from molink.scheduler.config import SchedulerConfig
 from molink.scheduler.prefix_tree import ROOT
@@ -19,6 +20,7 @@ from molink.wire.messages.data_plane import (
     MAX_GRAMMAR_BYTES,
     Admit,
     Heartbeat,
+    History,
     PromptImages,
     SamplingParams,
 )
@@ -480,9 +482,12 @@ class Sight:
         self.scheduler, self.wire = scheduler, wire
         self.receiver = RequestReceiver(scheduler, "p1", model, wire)
 
-    def submit(self, *images: ImageInput, ids: list[int] | None = None, key: str = "k") -> None:
+    def submit(
+        self, *images: ImageInput, ids: list[int] | None = None, key: str = "k", **fields: Any
+    ) -> None:
         spans = tuple(image.span for image in images)
         submit = structs.replace(make_submit(key, 4), images=spans)
+        submit = structs.replace(submit, request=structs.replace(submit.request, **fields))
         self.receiver.handle_message(HERE, submit, None, 0.0)
         default = [5, *(token for image in images for token in image.row_ids), 6, 7][:4]
         send_ids(self.receiver, 0, default if ids is None else ids, key)
@@ -612,7 +617,8 @@ def test_images_count_until_the_encoder_lets_go_of_them(
 def test_one_peer_leaves_memory_for_the_images_of_others(
     sight: Sight, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(request_receiver, "MAX_PEER_IMAGE_BYTES", 300)
+    monkeypatch.setattr(request_receiver, "MAX_IMAGE_BYTES", 600)
+    monkeypatch.setattr(request_receiver, "PEER_SHARE", 1)
     sight.submit(IMAGE, key="a")
     sight.send(PIXELS, key="a")
     sight.submit(IMAGE, key="b")
@@ -620,6 +626,57 @@ def test_one_peer_leaves_memory_for_the_images_of_others(
     submit = structs.replace(make_submit("c", 4), images=(IMAGE.span,))
     sight.receiver.handle_message(MessageSender(b"\0other", "other"), submit, None, 0.0)
     assert len(reasons(sight.wire)) == 1
+
+
+def test_peers_that_collude_leave_memory_for_the_images_of_others(
+    sight: Sight, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(request_receiver, "MAX_IMAGE_BYTES", 10_000)
+    monkeypatch.setattr(request_receiver, "MAX_INCOMPLETE_CONTEXTS", 10)
+    taken = 0
+    for peer in ("one", "two"):
+        before = len(reasons(sight.wire))
+        while len(reasons(sight.wire)) == before:
+            taken += 1
+            submit = structs.replace(make_submit(str(taken), 4), images=(IMAGE.span,))
+            sight.receiver.handle_message(MessageSender(b"\0", peer), submit, None, 0.0)
+    refused = len(reasons(sight.wire))
+    assert 0.9 < (taken - refused) * len(PIXELS) / 10_000 < 1
+    sight.submit(IMAGE)
+    assert len(reasons(sight.wire)) == refused
+
+
+def test_the_cache_knows_images_by_more_than_their_ids(
+    sight: Sight, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two images whose ids on the wire are the same, as a client may look for."""
+    monkeypatch.setattr(images, "_derive_ids", lambda digest, count: [FIRST_IMAGE_ID] * count)
+    for key, pixels in (("a", PIXELS), ("b", bytes(192))):
+        image = ImageInput(IMAGE.span, pixels)
+        sight.submit(image, key=key, sampling_params=SamplingParams(presence_penalty=0.5))
+        sight.send(pixels, key=key)
+    for _, _, done in sight.asked:
+        done(["rows"], 1.0)
+    batch = sight.scheduler.next_batch(1.0)
+    assert batch is not None
+    (volume,) = batch.volumes
+    one, two = volume.tokens[:4], volume.tokens[4:]
+    assert (one[0], one[2:]) == (two[0], two[2:]) == (5, [6, 7])
+    assert one[1] != two[1]
+    told = [each.payload for each in batch.controls if isinstance(each.body, History)]
+    assert [array("i", payload).tolist() for payload in told] == [[5, FIRST_IMAGE_ID, 6, 7]] * 2
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["the request's bound", "the usual bound"])
+def test_the_wait_includes_the_time_that_images_take(wire: Wire, own: bool) -> None:
+    usual, asked = (0.0, 10.0) if own else (10.0, 0.0)
+    scheduler = Scheduler(SchedulerConfig(8, 4, 1, max_model_len=24, max_queue_s=usual), epoch=3)
+    sight = Sight(scheduler, wire)
+    sight.submit(IMAGE, max_queue_s=asked)
+    sight.send(PIXELS)
+    sight.asked[0][2](["rows"], 8.0)
+    assert scheduler.expire_requests(9.9) == []
+    assert scheduler.expire_requests(10.1) != []
 
 
 def test_as_many_requests_are_encoded_as_the_scheduler_takes(sight: Sight) -> None:
