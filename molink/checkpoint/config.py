@@ -18,7 +18,12 @@ from molink.checkpoint.families import (
 from molink.checkpoint.image_rules import read_image_rules
 from molink.checkpoint.low_bit import LowBitScheme, parse_low_bit
 from molink.checkpoint.model_task import GENERATE, ModelTask, read_task
-from molink.checkpoint.multimodal import FLAT_MODELS, TEXT_MODELS, extract_text_config
+from molink.checkpoint.multimodal import (
+    FLAT_MODELS,
+    TEXT_MODELS,
+    extract_text_config,
+    is_vision_listed,
+)
 from molink.checkpoint.prequantized import parse_quantized
 from molink.checkpoint.rope import MAX_MODEL_LEN, RopeConfig
 from molink.checkpoint.traits import FamilyTraits
@@ -176,12 +181,22 @@ def _parse_tower(
         vision = parse_vision(outer, where, hidden, eps)
     except UnsupportedModel as error:
         return None, (f"{error}: images are not supported",)
-    if vision is not None and outer.get("quantization_config"):
-        # The tower may be quantized, too.
-        return None, (f"{where}: images are not supported in a quantized checkpoint",)
+    if vision is not None and not _has_plain_tower(outer, where, vision):
+        return None, (f"{where}: images are not supported, as the tower may be quantized",)
     if vision is not None and vision.rules.layout == "cells" and not rope.axes:
         return None, (f"{where}: images are not supported without mrope_section",)
     return vision, ()
+
+
+def _has_plain_tower(outer: Mapping[str, Any], where: str, vision: VisionConfig) -> bool:
+    """Whether a quantized checkpoint says that its vision tower is not."""
+    section = ConfigFields(outer, where).get_object("quantization_config")
+    listed: set[str] = set()
+    for name in ("modules_to_not_convert", "ignore"):
+        modules = section.get(name)
+        if isinstance(modules, list):
+            listed.update(one for one in modules if isinstance(one, str))
+    return not section or all(is_vision_listed(name, listed) for name in vision.projections)
 
 
 def _parse_norm_eps(fields: ConfigFields) -> float:

@@ -7,7 +7,8 @@ the prefix ``model.``.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from itertools import accumulate
 from typing import Any, TypeVar
 
 from molink.checkpoint.config_fields import ConfigFields
@@ -159,6 +160,20 @@ def rename_tensors(found: Mapping[str, T], where: str) -> dict[str, T]:
             raise BrokenModel(f"{where}: tensor {ours} exists under two names")
         named[ours] = tensor
     return named
+
+
+def is_vision_listed(name: str, listed: Collection[str]) -> bool:
+    """Whether a list of modules has that of a vision tower, or one around it.
+
+    ``listed`` names are those of files, from the outermost module or from an inner one on.
+    """
+    for begin, prefix in _VISION_PREFIXES.items():
+        if name.startswith(prefix):
+            parts = f"{begin}{name.removeprefix(prefix)}".split(".")
+            outer = accumulate(parts, lambda one, part: f"{one}.{part}")
+            if any(module in listed for module in (*outer, *parts)):
+                return True
+    return False
 
 
 def _vision_name(name: str) -> str | None:

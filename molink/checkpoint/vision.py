@@ -4,6 +4,7 @@ A tower turns patches of an image into rows; its connector merges neighbouring r
 projects these to the decoder's width. Each cell fills one placeholder token of the prompt.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -206,6 +207,14 @@ class VisionConfig:
         cells = patches // self.connector.side**2
         kept = (1 + 2 * len(self.deepstack)) * self.connector.projections[-1].outputs
         return patches * max(attended, inner) + cells * kept
+
+    @property
+    def projections(self) -> Iterator[str]:
+        """Names of all projections but that of patches."""
+        for layer in range(self.layers):
+            yield from (f"{TOWER_PREFIX}{each.name}" for each in self.layer_projections(layer))
+        for connector in self.connectors:
+            yield from (f"{connector.prefix}{each.name}" for each in connector.projections)
 
     @property
     def tensors(self) -> dict[str, tuple[int, ...]]:

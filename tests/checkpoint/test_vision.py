@@ -237,6 +237,36 @@ def test_other_towers_leave_the_text_model(raw: dict[str, Any]) -> None:
     assert any("images are not supported" in note for note in config.notes)
 
 
+def named(module: str) -> str:
+    """What Qwen's files call a module."""
+    return module.replace("vision_connector.", "visual.merger.").replace("vision.", "visual.")
+
+
+@pytest.mark.parametrize(
+    ("method", "listed", "sees"),
+    [
+        ({"quant_method": "awq", "bits": 4}, {"modules_to_not_convert": ["visual"]}, True),
+        ({"quant_method": "fp8"}, {"modules_to_not_convert": [*range(3), "model.visual"]}, True),
+        ({"quant_method": "fp8"}, {"modules_to_not_convert": "every"}, True),
+        ({"quant_method": "fp8"}, {"modules_to_not_convert": "all but one"}, False),
+        ({"quant_method": "fp8"}, {"modules_to_not_convert": ["visual.merger", "vis"]}, False),
+        ({"quant_method": "awq", "bits": 4}, {"modules_to_not_convert": None}, False),
+        ({"quant_method": "awq", "bits": 4}, {}, False),
+    ],
+)
+def test_towers_that_quantized_checkpoints_leave_as_they_are(
+    method: dict[str, Any], listed: dict[str, Any], sees: bool
+) -> None:
+    every = [named(module) for module in tower(QWEN3_VL_30B).projections]
+    if isinstance(listed.get("modules_to_not_convert"), str):
+        cut = None if sees else -1
+        listed = {"modules_to_not_convert": every[:cut]}
+    config = ModelConfig.parse_config(
+        QWEN3_VL_30B | {"quantization_config": method | listed}, "config.json"
+    )
+    assert (config.vision is not None) == sees
+
+
 @pytest.mark.parametrize(
     ("rules", "message"),
     [

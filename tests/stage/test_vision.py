@@ -1,6 +1,7 @@
 """Models that see equal transformers: whole, split, in chunks, after cached beginnings."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 from molink.checkpoint.config import ModelConfig
 from molink.checkpoint.model_folder import ModelFolder
 from molink.errors import UsageError
+from tests.support.low_bit_models import write_low_bit
 from tests.support.models import MakeModel
 from tests.support.sight import (
     SeeingRing,
@@ -70,6 +72,26 @@ def test_a_prompt_whose_beginning_is_cached(seen: Seen) -> None:
     for first in starts:
         logits = ring.run_prompt(seen.prompt, seen.blocks, first=first)
         torch.testing.assert_close(logits, seen.logits[first:], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("family", "section"),
+    [
+        ("qwen2_5_vl", {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True}),
+        ("qwen3_vl", {"quant_method": "fp8", "weight_block_size": [32, 32]}),
+    ],
+)
+def test_a_quantized_decoder_beside_its_tower(
+    make_model: MakeModel, tmp_path: Path, family: str, section: dict[str, Any]
+) -> None:
+    folder = make_seeing(make_model, tmp_path / "model", family)
+    section = section | {"modules_to_not_convert": ["lm_head", "visual"]}
+    stored = write_low_bit(folder, tmp_path / "stored", tmp_path / "exact", section)
+    seen = Seen(tmp_path / "exact")
+    ring = SeeingRing(stored, avoid=("compiled-linear",))
+    logits = ring.run_prompt(seen.prompt, seen.blocks)
+    torch.testing.assert_close(logits, seen.logits, rtol=0, atol=1e-4)
+    assert ring.decode(seen.prompt, logits, 32, seen.blocks) == seen.answer
 
 
 @pytest.mark.parametrize("seen", ["qwen3_vl"], indirect=True)

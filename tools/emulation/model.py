@@ -109,6 +109,11 @@ class EmulatedStage:
         return EmulatedConfig(model.hidden, model.vocabulary)
 
     @property
+    def dtype(self) -> WeightDType:
+        """Type in which it would compute."""
+        return DTYPE
+
+    @property
     def wire_dtype(self) -> WeightDType:
         """Type of rows between stages."""
         return DTYPE

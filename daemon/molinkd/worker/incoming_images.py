@@ -98,7 +98,10 @@ class IncomingImages:
 
     def widen_ids(self, ids: Sequence[int]) -> tuple[int, ...]:
         """Return a prompt's ids with those of its images as :meth:`.ImageInput.place_ids` does."""
-        return tuple(self._placed.get(at, token) for at, token in enumerate(ids))
+        made = [*ids]
+        for at, token in self._placed.items():
+            made[at] = token
+        return tuple(made)
 
 
 def _check_size(span: ImageSpan, vision: VisionConfig) -> None:

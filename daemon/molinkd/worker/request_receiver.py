@@ -50,8 +50,8 @@ FRAGMENT_TIMEOUT_S = 30.0
 
 #: Memory of all requests' images, in bytes.
 MAX_IMAGE_BYTES = 512 << 20
-#: A peer, which may trickle its images, takes at most so many times what is left then (dynamic
-#: thresholds, Choudhury and Hahne 1998): 384 MiB alone. However many collude, some is left.
+#: A peer's images, which it may trickle, take at most this multiple of the memory that is left
+#: (dynamic thresholds, Choudhury and Hahne 1998): 384 MiB alone. If others collude, some is left.
 PEER_SHARE = 3
 
 ClientMessage = Submit | PromptFragment | PixelFragment | Cancel | Credit

@@ -100,6 +100,7 @@ def place(
         is_first=True,
         is_last=stages == 1,
         config=config(rope, recurrent_layers),
+        dtype="f32",
         wire_dtype="f32",
         weight_bytes=1000,
         host_expert_bytes=0,

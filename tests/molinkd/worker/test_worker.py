@@ -78,7 +78,7 @@ class FakeStage:
         vision=None,
         has_output_head=False,
     )
-    wire_dtype = "f32"
+    dtype = wire_dtype = "f32"
     weight_bytes = 3 << 20
     host_expert_bytes = 0
     resident_share = 0.0
