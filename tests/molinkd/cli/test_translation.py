@@ -94,7 +94,7 @@ def test_help(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     speak(language)
-    for arguments in ([], ["join"], ["up"], ["doctor"]):
+    for arguments in ([], ["join"]):
         assert run([*arguments, "--help"]) == 0
         out = capsys.readouterr().out
         check_widths(out.splitlines(), 80)
