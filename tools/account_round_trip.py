@@ -7,7 +7,7 @@ The time per token as the client sees it is split into the configured delays, wh
 adds to these (idle round trips of small datagrams), the wire (rows by the rate), the stages'
 steps, and the rest: event loops, threads, encryption, kernel, scheduler. Beside the rest stands the
 CPU time of the three workers outside steps; what is left of it is waiting until a thread runs or a
-packet is seen.
+packet is seen. Steps are wall time: on a PC that does other work, these rows tell nothing.
 """
 
 import argparse
