@@ -1,7 +1,7 @@
 """A long prompt among decoding streams, in virtual time.
 
-Each stage computes one step at a time, as a worker does: what has arrived of the next decode volume
-and the next prefill volume. Steps take as long as a profile says, messages a fixed latency.
+As in a worker, each step of a stage computes what has arrived of the next decode volume and of the
+next prefill volume. A profile gives the time of a step; messages have a fixed latency.
 """
 
 import itertools
@@ -22,7 +22,7 @@ from tests.support.rings import Stages, TimedLink, VirtualRing
 
 BLOCKS, BLOCK_SIZE = 1024, 16
 PROMPT, STREAMS = 4096, 8
-#: A GPU: reading the weights takes 20 ms, from 64 rows on it computes 0.1 ms a row, in full tiles.
+#: A GPU: reading the weights takes 20 ms; from 64 rows on each row takes 0.1 ms, in full tiles.
 TILE = 64
 ROWS = (16, 32, 64, 128, 256, 512, 1024)
 
@@ -43,7 +43,7 @@ def profile(speed: float = 1.0) -> Profile:
 
 @dataclass
 class Executor:
-    """Steps take as long as the profile of a device of that speed says."""
+    """Runs steps in the times of a device of relative speed ``speed``."""
 
     ring: "Ring"
     index: int
@@ -61,7 +61,7 @@ class Executor:
         queue.schedule_at(queue.now + seconds, done, StepResult(results, seconds, None))
 
     def seconds(self, decodes: int, rows: int) -> float:
-        """Of a step."""
+        """Duration of a step."""
         return (matmul_s(decodes + rows) + attention_s(decodes)) / self.speed
 
     def _result(self, volume: Volume) -> StepOutput:
@@ -72,7 +72,7 @@ class Executor:
         return StepOutput(volume, None, SamplerOutput(volume.seq, choices))
 
 
-#: Reading the weights takes 10 ms, and a row beyond a few 1.4 ms.
+#: Reading the weights takes 10 ms, and each row beyond the first few 1.4 ms.
 CPU = Profile(decode=((1, 0.01), (8, 0.012)), prefill=((8, 0.012), (512, 0.72)))
 
 
@@ -82,7 +82,7 @@ class Cpu(Executor):
 
 
 class Ring(VirtualRing):
-    """Stages of these speeds; ``steps`` are (stage, decode rows, prefill rows, seconds)."""
+    """Stages of the given speeds; ``steps`` records (stage, decode rows, prefill rows, seconds)."""
 
     def __init__(
         self,
@@ -116,8 +116,8 @@ def p99(values: Sequence[float]) -> float:
 def long_prompt(ring: Ring) -> tuple[float, list[float], float]:
     """Run a long prompt among decoding streams.
 
-    Returns the time per token before it, the times between tokens until its first one, and its time
-    to first token.
+    Returns the streams' time per token before it, the gaps between their tokens until its first
+    token, and its time to first token.
     """
     for number in range(STREAMS):
         ring.submit_request(f"s{number}", 16, 4000)
@@ -158,7 +158,7 @@ def test_long_prompt_at_most_doubles_token_times(speeds: list[float], latency: f
     assert p99(during) <= 2.1 * alone
     _, stalled, _ = long_prompt(Ring(speeds, latency, max_num_batched_tokens=PROMPT))
     assert max(stalled) > 3 * alone
-    # Chunks read the weights again and again, but the stages work at the same time.
+    # Each chunk reads the weights again, but the stages run concurrently.
     assert first < 4 * PROMPT * 1e-4 / min(speeds) * len(speeds)
 
 
@@ -183,7 +183,7 @@ def test_spare_micro_batches_are_prefill_only() -> None:
 
 
 def auto(latency: float) -> Ring:
-    """Three stages, which decide how many volumes are in flight by links that they know."""
+    """A ring of three stages whose scheduler chooses the volumes in flight by known link times."""
     ring = Ring([1.0] * 3, latency, micro_batches=0)
     ring.scheduler.set_times(
         RingTimes(ring.scheduler.config.profiles, [LinkFacts(latency, 1e12)] * 3, 0)
@@ -202,7 +202,7 @@ def test_latency_bound_rings_run_prefill_only_chunks() -> None:
 
 
 def beside_one_stream(prefill_only: bool) -> tuple[float, float]:
-    """Two PCs that compute on CPUs: the longest gap beside a prompt, and when its answer begins."""
+    """On two CPU stages: a stream's longest gap beside a prompt, and the prompt's first token."""
     times = RingTimes((CPU,) * 2, [LinkFacts(0.03, 1e12)] * 2, 0)
     given = {"profiles": times.profiles, "micro_batches": 0, "prefill_only_batches": prefill_only}
     ring = Ring([1.0] * 2, 0.03, Cpu, **given)

@@ -1,4 +1,4 @@
-"""Real rings in virtual time, with links that take their time over each row of a prompt.
+"""Real rings in virtual time, with links that take time for each row of a prompt.
 
 Each link has two channels: decode rows and control take its latency, prefill rows arrive one burst
 after another at its rate.
@@ -27,7 +27,7 @@ TILE = 16
 
 
 def step_s(rows: int) -> float:
-    """Reading the weights takes 4 ms, each row 0.1 ms, in full tiles."""
+    """A step's duration: reading the weights takes 4 ms, and each row 0.1 ms, in full tiles."""
     return 0.004 + 1e-4 * -(-rows // TILE) * TILE
 
 
@@ -37,7 +37,7 @@ PROFILE = Profile(decode=POINTS, prefill=POINTS, tile=TILE)
 
 @dataclass
 class VirtualExecutor:
-    """Steps take as long as the profile says; the last stage samples token 1."""
+    """Runs steps in the profile's time; the last stage samples token 1."""
 
     queue: EventQueue
     is_last: bool
@@ -67,7 +67,7 @@ class VirtualExecutor:
 
 
 class Swarm(VirtualRing):
-    """A ring in virtual time, and its clients."""
+    """A ring in virtual time, with clients."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""When the link policy is told of decode steps."""
+"""When a stage tells the link policy that a decode step has finished."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,7 +20,7 @@ PROFILE = Profile(decode=((64, STEP),), prefill=((64, STEP),))
 
 
 class Outlet:
-    """Records everything in order."""
+    """Records everything that is sent, in order."""
 
     is_full = False
 
@@ -41,7 +41,7 @@ class Outlet:
 
 
 class Steps:
-    """Runs a step on demand."""
+    """An executor whose steps end when the test says so."""
 
     def submit_step(
         self, step_inputs: Sequence[StepInput], done: Callable[[StepResult], None]

@@ -1,6 +1,6 @@
-"""Channels deliver in any order, requests are cancelled and share blocks: logits stay the same.
+"""Logits don't depend on the order of deliveries, on cancelled requests or on shared blocks.
 
-So they do if prefill rows arrive and run in sub-chunks of any size.
+The same holds if prefill rows arrive and run in sub-chunks of any size.
 """
 
 import itertools
@@ -72,7 +72,7 @@ class RecordingStage:
 
 
 class AnyPieces:
-    """Cuts volumes anywhere, and waits for more rows now and then."""
+    """Cuts sub-chunks of random sizes, and sometimes waits for more rows."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
@@ -83,7 +83,7 @@ class AnyPieces:
 
 @dataclass(frozen=True)
 class More:
-    """Further rows of a volume, on their way."""
+    """A message with further rows of a volume."""
 
     seq: int
 
@@ -92,7 +92,7 @@ class More:
 class Hop:
     """One stage, its two incoming channels and its scoreboard.
 
-    With ``split``, part of the next bulk rows may arrive on their own.
+    With ``split``, some of the next bulk rows may arrive before the rest.
     """
 
     stage: Any
@@ -149,7 +149,7 @@ def volume(seq: int, *slices: RequestSlice, prefill: bool) -> tuple[Volume, list
 
 
 def script() -> list[tuple[Any, Any]]:
-    """What stage 0 is given, up to the release of C."""
+    """The messages to stage 0, up to the release of C."""
     return [
         (Admit(1, A, GREEDY, 9), None),
         (Admit(2, C, GREEDY, 8), None),
@@ -157,7 +157,7 @@ def script() -> list[tuple[Any, Any]]:
         volume(4, rows(A, 8, 1, 3, (1,)), prefill=True),
         volume(5, rows(A, 9, 1, 4), prefill=False),
         (Admit(6, B, GREEDY, 9), None),
-        # B reads what A's seq 3 writes into blocks 3 and 7.
+        # B reads what volume 3 writes for A into blocks 3 and 7.
         volume(7, rows(B, 8, 2, 6, (3, 7, 9)), rows(C, 4, 3, 3, (6,)), prefill=True),
         volume(8, rows(A, 10, 1, 5), rows(B, 10, 1, 7), prefill=False),
         (Release(9, C, 7), None),
@@ -167,7 +167,7 @@ def script() -> list[tuple[Any, Any]]:
 
 
 def afterword() -> list[tuple[Any, Any]]:
-    """What follows the round of C's release and E's cached blocks."""
+    """The messages after C's release went round the ring, with E's cached blocks."""
     return [
         (Admit(12, D, GREEDY, 8), None),
         volume(13, rows(D, 0, 7, 12, (6, 5)), prefill=True),
@@ -189,7 +189,7 @@ class Driver:
             for hop in self.hops:
                 hop.scoreboard = Scoreboard(sub_chunk_policy=AnyPieces(sub_chunks))
                 hop.split = random.Random(sub_chunks)
-        #: Pieces that were neither the first nor the only one of their volume.
+        #: Number of sub-chunks that were neither the first nor the only one of their volume.
         self.later_sub_chunks = 0
         self._pick = pick
         self.logits: Logits = {}
@@ -279,7 +279,7 @@ def stages(make_model: Any, tmp_path_factory: pytest.TempPathFactory) -> list[St
 
 @pytest.fixture(scope="module")
 def undisturbed(make_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Logits:
-    """Every request alone and at once, on the whole model."""
+    """Logits of each request in one batch of its own, on the whole model."""
     folder = ModelFolder.open(make_model(tmp_path_factory.mktemp("whole")))
     stage = Stage.load_layers(folder, (0, 3), "cpu", "f32")
     expected: Logits = {}
@@ -301,7 +301,7 @@ def in_turn(moves: list[Any]) -> Any:
 
 
 def bulk_first(moves: list[Any]) -> Any:
-    """Prefill overtakes: bulk deliveries and steps go before control messages."""
+    """Prefill overtakes: bulk deliveries and steps run before control messages."""
     return moves[-1] if len(moves) == 1 else moves[-2]
 
 
@@ -351,7 +351,7 @@ def test_logits_do_not_depend_on_sub_chunks(
 
 
 def test_cancel_before_its_volumes_leaves_tombstones(stages: list[Stage]) -> None:
-    """A volume that has only rows of a cancelled request is not computed anywhere after."""
+    """Volumes with only rows of a cancelled request are not computed at later stages."""
     for stage in stages:
         stage.allocate_kv_pool(10, BLOCK)
     driver = Driver(stages, in_turn)
@@ -366,7 +366,7 @@ def test_cancel_before_its_volumes_leaves_tombstones(stages: list[Stage]) -> Non
 
 @torch.inference_mode()
 def spoil(stage: Stage, slots: list[int]) -> None:
-    """Write NaN to slots of the pool, in all layers."""
+    """Write NaN to these slots of the pool, in all layers."""
     pool = stage._pool
     assert pool is not None
     rows = torch.full((len(slots), 2, pool.kv_heads, pool.head_dim), torch.nan)
@@ -378,7 +378,7 @@ def spoil(stage: Stage, slots: list[int]) -> None:
 def test_copied_positions_give_the_same_logits(
     make_model: Any, tmp_path: Any, undisturbed: Logits, cuts: tuple[int, ...]
 ) -> None:
-    """What the copy's source holds beyond, another request's or nothing usable, is not seen."""
+    """The source's positions after the copied ones have no effect, valid or not."""
     folder = ModelFolder.open(make_model(tmp_path))
     ranges = itertools.pairwise(cuts)
     stages = [Stage.load_layers(folder, layers, "cpu", "f32") for layers in ranges]
@@ -396,7 +396,8 @@ def test_copied_positions_give_the_same_logits(
     ]
     for number, part in enumerate(parts):
         if number == 3:
-            # The target as an earlier owner left it, and what follows in the source.
+            # The target block with an earlier request's data, and the source's position after the
+            # copied ones.
             for stage in stages:
                 spoil(stage, [0, 1, 2, 3, BLOCK + 3])
         driver.hops[0].put(*part)

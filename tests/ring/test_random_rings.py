@@ -68,16 +68,16 @@ from tests.support.request_states import make_state
 
 STOP = 7
 VOCABULARY = 40
-#: Of each stage; as many as several requests have.
+#: Blocks of host memory per stage: enough for several requests.
 HOST_BLOCKS = 40
-#: Requests with this seed fail at the last stage once they are of a certain length.
+#: Requests with seed ``FAILING`` fail at the last stage once they have ``FAILS_AT`` tokens.
 FAILING, FAILS_AT = 13, 6
-#: A row on its way: request, position, and all tokens up to there as they should be.
+#: A row in flight: request, position, and the expected tokens up to that position.
 Row = tuple[int, int, tuple[int, ...]]
 
 
 def model(tokens: list[int], seed: int) -> int:
-    """The token that follows ``tokens``."""
+    """The deterministic next token."""
     return crc32(repr((tokens, seed)).encode()) % VOCABULARY
 
 
@@ -93,7 +93,7 @@ def reference(state: RequestState) -> list[int]:
 
 @dataclass(frozen=True)
 class AnyPieces:
-    """Cuts volumes anywhere, and waits for more rows now and then."""
+    """Cuts sub-chunks of varying sizes, and sometimes waits for more rows."""
 
     salt: int
 
@@ -104,14 +104,14 @@ class AnyPieces:
 
 @dataclass(frozen=True)
 class More:
-    """Further rows of a volume, on their way."""
+    """A message with further rows of a volume."""
 
     seq: int
 
 
 @dataclass
 class State:
-    """A request at a stage; it may still have to copy the state that it continues."""
+    """A request at a stage, which may still have to copy the state that it continues from."""
 
     admit: Admit
     is_copied: bool = False
@@ -121,7 +121,7 @@ class State:
 
 
 class Stage:
-    """A scoreboard and a KV pool that records its writers."""
+    """A scoreboard, and a KV pool that records the tokens behind each slot."""
 
     def __init__(
         self,
@@ -136,15 +136,15 @@ class Stage:
             blocks=limits.num_blocks, block_size=limits.block_size, host_blocks=HOST_BLOCKS
         )
         self.scoreboard = Scoreboard(bounds, sub_chunk_policy)
-        #: Rows of volumes that have arrived in part.
+        #: Volumes of which only some rows have arrived.
         self.incoming: dict[int, list[Row]] = {}
         self.collector = SampleCollector()
         self.kv: dict[tuple[int, int], tuple[int, ...]] = {}
-        #: The same for host blocks; and all swaps in order.
+        #: The same for host blocks, and all swaps in order.
         self.host: dict[tuple[int, int], tuple[int, ...]] = {}
         self.swaps: list[tuple[type, bytes]] = []
         self.requests: dict[int, State] = {}
-        #: Tokens that each state slot has seen.
+        #: Tokens that each state slot has processed.
         self.states: dict[int, tuple[int, ...]] = {}
         self.num_copies = 0
         self.running: list[Step] = []
@@ -173,7 +173,7 @@ class Stage:
         return self.forward(())
 
     def forward(self, seqs: tuple[int, ...]) -> list[tuple[int, object, object]]:
-        """Controls for the next stage's decode channel."""
+        """Controls to forward on the next stage's decode channel."""
         out = []
         for control in self.scoreboard.complete_volumes(seqs, 0.0):
             if isinstance(control.body, Release):
@@ -190,7 +190,7 @@ class Stage:
         return self.forward(())
 
     def finish(self, which: int) -> list[tuple[int, object, object]]:
-        """Run a work: all copies, writes and then reads; rows leave before controls."""
+        """End a running step: copies, then writes, then reads; rows are sent before controls."""
         work = self.running.pop(which)
         out = []
         parts = []
@@ -296,7 +296,7 @@ class Stage:
         return choices, failed
 
     def _forced(self, choices: list[SampledId]) -> Iterator[ForcedTokens]:
-        """What is said to have to follow the last choice of a request; now and then wrongly."""
+        """Forced tokens after each request's last choice; some of them are wrong."""
         for choice in {each.request: each for each in choices}.values():
             if choice.position % 3 == 0:
                 state = self.requests[choice.request]
@@ -329,7 +329,7 @@ class Stage:
 
 @dataclass
 class Guesses:
-    """Drafts of which now none is right, now some or all are."""
+    """Drafts whose number of right tokens is random, from none to all."""
 
     ring: "Ring"
     rng: random.Random
@@ -354,12 +354,12 @@ class Guesses:
 
 
 class SmallModel:
-    """A draft model that checks its input and drafts as above."""
+    """A draft model that checks its input, and drafts as :class:`Guesses`."""
 
     def __init__(self, guesses: Guesses) -> None:
         self._guesses = guesses
         self.orders: deque[DraftBatch] = deque()
-        #: Tokens that it has of each request.
+        #: Tokens that it knows of each request.
         self.known: dict[int, list[int]] = {}
 
     def answer(self) -> Answers:
@@ -380,7 +380,7 @@ class SmallModel:
 
 @dataclass
 class Client:
-    """What a daemon knows of a request."""
+    """A request as its daemon sees it."""
 
     state: RequestState
     submitted: tuple[int, ...]
@@ -394,7 +394,7 @@ class Client:
 
 
 class Ring:
-    """Head, stages, and the two channels of each hop; someone else decides what happens next."""
+    """Scheduler, stages and the two channels of each hop; the caller chooses the next event."""
 
     def __init__(
         self,
@@ -416,7 +416,7 @@ class Ring:
         self.channels = {(i, channel): deque() for i in range(stages) for channel in (0, 1)}
         self.clients: dict[str, Client] = {}
         self.now = 0.0
-        #: Row groups that went ahead, by what became of them.
+        #: Number of lookahead slices whose tokens turned out right or wrong.
         self.ahead: Counter[str] = Counter()
 
     # --- events ----------------------------------------------------------------------------------
@@ -527,10 +527,10 @@ class Ring:
                 assert token.finish_reason == ("stop" if stopped else "length")
                 assert client.got == client.expected
 
-    # --- what could happen -----------------------------------------------------------------------
+    # --- possible events -------------------------------------------------------------------------
 
     def events(self) -> list[tuple]:
-        """Everything inside the ring that could happen now."""
+        """All events that could happen next inside the ring."""
         found: list[tuple] = [
             ("deliver", *key) for key, channel in self.channels.items() if channel
         ]
@@ -548,7 +548,7 @@ class Ring:
         getattr(self, event[0])(*event[1:])
 
     def drain(self, choose: Callable[..., Any], maximum: int = 20_000) -> None:
-        """Let everything run to its end; it must get there."""
+        """Run until all requests end, which must take at most ``maximum`` events."""
         for _ in range(maximum):
             for key, client in self.clients.items():
                 if not client.over:
@@ -588,7 +588,7 @@ class Ring:
 
 
 def make_prompt(rng: random.Random, ring: Ring, total: int) -> tuple[int, ...]:
-    """New tokens, often after what an earlier request began with, or was answered."""
+    """A prompt of new tokens, often after an earlier request's prompt or answer."""
     tokens = [rng.randrange(VOCABULARY) for _ in range(total)]
     if ring.clients and rng.random() < 0.8:
         client = rng.choice(list(ring.clients.values()))
@@ -598,7 +598,8 @@ def make_prompt(rng: random.Random, ring: Ring, total: int) -> tuple[int, ...]:
     return tuple(tokens)
 
 
-#: With long latencies chunks go prefill-only, where the number of micro-batches is not fixed.
+#: With these profiles long latencies cause prefill-only chunks, unless the number of micro-batches
+#: is fixed.
 STAGE = Profile(decode=((1, 0.01),), prefill=((16, 0.01),))
 SMALL = DraftModelFacts(STAGE.scale_by(0.1), 30)
 
@@ -626,7 +627,7 @@ def make_request(rng: random.Random, ring: Ring, key: str, maximum: int) -> Requ
 def compose_at_random(
     rng: random.Random, ring: Ring, name: str, maximum: int, restless: float
 ) -> None:
-    """Compose a batch after some time, with other measured times, requests, credits and cancels."""
+    """Compose a batch at a later time, with random changes, requests, credits and cancels."""
     ring.now += rng.choice([0.0, 0.0, 0.1, 1.0, ABANDONED_AFTER_S / 3])
     live = [key for key, client in ring.clients.items() if not client.over]
     if rng.random() < 0.1:
@@ -647,7 +648,7 @@ def compose_at_random(
     ring.validate()
 
 
-#: What models with recurrent layers have instead.
+#: Settings of models with recurrent layers.
 WITH_STATES: dict[str, Any] = {
     "num_speculative_tokens": 0,
     "lookahead_volumes": 0,
@@ -738,7 +739,7 @@ test_every_request_gets_its_own_tokens_in_many_more_rings = pytest.mark.slow(
 
 
 class RingMachine(RuleBasedStateMachine):
-    """The same, with hypothesis choosing each step, so that a failure shrinks."""
+    """The same test as a state machine: hypothesis chooses each step, so that failures shrink."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -841,7 +842,7 @@ def test_cancel_frees_blocks_within_one_iteration(stages: int, when: str) -> Non
 
 @pytest.mark.parametrize("seed", range(4))
 def test_chats_continue_from_kept_states(seed: int) -> None:
-    """Each stage copies states in time, in any order of events."""
+    """Stages copy snapshots of states before they are overwritten, in any order of events."""
     rng = random.Random(seed)
     limits = SchedulerConfig(
         64, 4, 2, max_num_batched_tokens=8, **WITH_STATES, state_slots=6, min_snapshot_rows=4
@@ -883,7 +884,7 @@ def test_rejected_row_ends_only_its_request() -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_lookahead_does_not_change_answers(seed: int) -> None:
-    """Few requests with many lookahead drafts, right and wrong ones."""
+    """Few requests with many lookahead drafts, both right and wrong."""
     rng = random.Random(seed)
     limits = SchedulerConfig(
         64, 4, 2, max_num_batched_tokens=16, num_speculative_tokens=3, lookahead_volumes=4

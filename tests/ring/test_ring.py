@@ -86,7 +86,7 @@ class SamplingExecutor(ScriptedExecutor):
 
 
 class RecordingOutlet:
-    """Keeps what is sent; ``is_full`` and ``error`` are the test's to set."""
+    """Records what is sent; the test sets ``is_full`` and ``error``."""
 
     def __init__(self) -> None:
         self.is_full = False
@@ -127,7 +127,7 @@ def make_ring(
 
 
 class Bench:
-    """A ring's shell at a middle stage, and everything around it."""
+    """The shell of a ring's middle stage, with fakes around it."""
 
     def __init__(
         self, executor: ScriptedExecutor | None = None, profile: Profile = PROFILE
@@ -223,7 +223,7 @@ def sent_volumes(bench: Bench) -> list[int]:
 
 
 def make_busy_bench(profile: Profile, interleaved: bool = True) -> Bench:
-    """With requests 0 to 3 and a running chunk, 5."""
+    """A bench with requests 0 to 3 and a running chunk, 5."""
     bench = Bench(profile=profile)
     for request in (1, 2, 3):
         bench.ring.on_message(Admit(1 + request, request, SamplingParams(), 4), None)
@@ -347,7 +347,7 @@ async def test_large_batches_without_memory_do_not_end_the_stage(bench: Bench) -
         await bench.end(error="OutOfMemoryError", out_of_memory=True)
     assert bench.broken == []
     assert bench.ring.step_log.num_failed == 2 * MAX_FAILED_STEPS
-    # Their rows travel on, as NaN, so that the last stage reports the requests as failed.
+    # Their rows are forwarded as NaN, so that the last stage reports the requests as failed.
     assert bench.ring.progress.completed_seq == 2 + 2 * MAX_FAILED_STEPS
 
 
@@ -452,12 +452,12 @@ async def test_alternatives_of_a_finished_request_are_dropped() -> None:
 
 
 def part(bench: Bench, seq: int, arrived: int) -> None:
-    """Rows of a volume arrive: ``arrived`` in all."""
+    """Deliver rows of a volume; ``arrived`` is how many there are then in all."""
     bench.ring.on_message(VolumeFragment(seq, 1, Payload("f32", (1, 2))), None, arrived)
 
 
 def running(bench: Bench) -> tuple[int, int, bytes]:
-    """Start, count and data of what runs."""
+    """Start, count and data of the running rows."""
     (((step_input,), _),) = bench.executor.steps
     (rows,) = step_input.volume.slices
     return rows.start, rows.count, bytes(step_input.data)
@@ -554,7 +554,7 @@ async def test_without_cut_through_volumes_are_stored_and_forwarded() -> None:
 
 
 async def test_decode_rows_run_beside_each_sub_chunk() -> None:
-    """The first stage has all rows at once; what decodes does not wait for the last of them."""
+    """Decode rows don't wait for a chunk's last row; the first stage has all rows at once."""
     asked: list[bool] = []
 
     def next_batch(_: float, *, prefill: bool = True) -> MicroBatch | None:
@@ -619,6 +619,6 @@ async def test_grammar_is_forwarded_to_the_last_stage(bench: Bench) -> None:
     bench.ring.on_message(Admit(3, 1, SamplingParams(), 4), None)
     bench.ring._shape = bench.ring._controls._shape = LAST_STAGE
     bench.ring.on_message(Grammar(4, 1, Payload("u8", (3,))), bytearray(b"abc"))
-    # This one has nothing that compiles.
+    # This stage has no grammar compiler.
     assert states(bench)[1].failed
     assert bench.broken == []

@@ -132,7 +132,7 @@ def test_invalid_reports_do_not_decode(wrong: list[float]) -> None:
 
 
 class Outlet:
-    """Leads to the next stage's :class:`Ring`; what is on the way waits in ``wire``."""
+    """Sends to the next stage through ``wire``, which holds the messages in flight."""
 
     is_full = False
 
@@ -161,7 +161,7 @@ class IdleScheduler:
 
 
 class Circle:
-    """Real rings of ``stages`` stages."""
+    """Real shells of a ring of ``stages`` stages."""
 
     def __init__(self, stages: int) -> None:
         self.wire: deque[tuple[int, Any]] = deque()
@@ -424,12 +424,12 @@ LIMITS = ScoreboardLimits(blocks=8, block_size=4, host_blocks=4)
 
 
 def ids(*numbers: int) -> tuple[Payload, bytes]:
-    """Blocks, then host blocks."""
+    """Payload of KV block ids, followed by host block ids."""
     return Payload("i32", (2, len(numbers) // 2)), array("i", numbers).tobytes()
 
 
 def scoreboard() -> Scoreboard:
-    """Request 0 has the blocks 2 and 5."""
+    """A scoreboard on which request 0 has the blocks 2 and 5."""
     found = Scoreboard(LIMITS)
     found.on_message(Admit(1, 0, SamplingParams(), 3), None, 0.0)
     found.on_message(BlockTable(2, 0, Payload("i32", (2,))), array("i", [2, 5]).tobytes(), 0.0)
@@ -497,7 +497,7 @@ def test_swap_of_a_finished_or_running_request_is_rejected() -> None:
     ("filled", "numbers", "runs"),
     [
         (3, (2, 5, 0, 1), True),
-        (9, (2, 5, 0, 1), False),  # another order has filled them, or none
+        (9, (2, 5, 0, 1), False),  # these host blocks were filled by another order, or never
         (3, (2, 5, 0, 2), False),
         (3, (2, 5, 0, 0), False),
         (3, (2, 8, 0, 1), False),
@@ -536,8 +536,9 @@ def test_host_memory_is_the_minimum_of_all_stages() -> None:
     assert rounds.common_memory == NO_HOST_MEMORY
     assert rounds.accept_report(HostMemoryReport(2, 50, 0.002))
     assert rounds.common_memory == HostMemory(30, 0.004)
-    assert not rounds.accept_report(HostMemoryReport(0, 1, 0.0))  # its own
+    # Stage 0 is the receiver itself.
+    assert not rounds.accept_report(HostMemoryReport(0, 1, 0.0))
     assert not rounds.accept_report(HostMemoryReport(3, 1, 0.0))
     assert not rounds.accept_report(HostMemoryReport(1, 1, float("nan")))
-    rounds.accept_report(HostMemoryReport(1, 10, 0.0))  # the first word counts
+    rounds.accept_report(HostMemoryReport(1, 10, 0.0))  # each stage's first report counts
     assert rounds.common_memory.blocks == 30

@@ -48,7 +48,7 @@ def volume(seq: int, *slices: RequestSlice, prefill: bool = False) -> Volume:
 
 
 def feed(scoreboard: Scoreboard, *bodies: Any, data: object = "data") -> list:
-    """Messages arrive; returns the bodies to be forwarded."""
+    """Deliver messages; returns the bodies to be forwarded."""
     out = []
     for body in bodies:
         scoreboard.on_message(body, data, 0.0)
@@ -58,7 +58,7 @@ def feed(scoreboard: Scoreboard, *bodies: Any, data: object = "data") -> list:
 
 
 def run(scoreboard: Scoreboard) -> tuple[tuple[int, ...], list]:
-    """Take and complete once; seqs and forwarded bodies."""
+    """Run the next step; returns its seqs and the forwarded bodies."""
     work = scoreboard.next_step(0.0)
     scoreboard.validate()
     seqs = () if work is None else work.seqs
@@ -108,7 +108,7 @@ def test_later_volume_overtakes_a_blocked_one() -> None:
     feed(scoreboard, volume(3, rows(0, after=1), prefill=True))
     assert run(scoreboard) == ((3,), [])
     assert run(scoreboard) == ((4,), [])
-    # Progress rises although the seqs that ran last are older.
+    # The completed seq is 7 although older ones ran last.
     assert scoreboard.last_completed_seq == 7
 
 
@@ -136,7 +136,7 @@ def test_rows_wait_for_the_writer_of_shared_blocks() -> None:
     assert run(scoreboard) == ((4,), [])
 
 
-# --- dropping and forgetting ---------------------------------------------------------------------
+# --- dropped and released requests ----------------------------------------------------------------
 
 
 def test_rows_of_a_released_request_are_dropped_from_a_volume() -> None:

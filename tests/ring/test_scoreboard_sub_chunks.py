@@ -1,4 +1,4 @@
-"""Exact decisions of a scoreboard about volumes that arrive and run in sub-chunks."""
+"""Exact decisions of a scoreboard on volumes that arrive and run in sub-chunks."""
 
 from dataclasses import dataclass
 
@@ -22,7 +22,7 @@ from molink.wire.messages.data_plane import (
 
 @dataclass(frozen=True)
 class Tens:
-    """Pieces of ten rows, less only at the end."""
+    """Sub-chunks of ten rows; only a volume's last one has fewer."""
 
     def next_rows(self, here: int, coming: int, piggybacked: int, slowdown: float) -> int:
         return 10 if here > 10 else here if not coming else 10 * (here == 10)
@@ -42,7 +42,7 @@ def volume(seq: int, *slices: RequestSlice, prefill: bool = True) -> Volume:
 
 
 def scoreboard_with(*requests: int, **limits: int) -> Scoreboard:
-    """Requests of these ids are admitted, by seqs 1, 2, …"""
+    """A scoreboard to which these requests were admitted, by seqs 1, 2, …"""
     scoreboard = Scoreboard(ScoreboardLimits(**limits), Tens())
     for seq, request in enumerate(requests, 1):
         scoreboard.on_message(admit(seq, request), None, 0.0)

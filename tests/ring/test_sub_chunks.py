@@ -13,13 +13,13 @@ from molink.ring.sub_chunks import (
 )
 
 TILE = 64
-#: Reading the weights takes 20 ms; from 64 rows on each costs 0.1 ms, in full tiles.
+#: Reading the weights takes 20 ms; from 64 rows on each row costs 0.1 ms, in full tiles.
 GPU = Profile(
     decode=((1, 0.02),),
     prefill=tuple((x, 0.018 + 1e-4 * -(-x // TILE) * TILE) for x in (16, 64, 128, 256, 512)),
     tile=TILE,
 )
-#: Each row costs the same from a few on.
+#: From a few rows on, each row costs the same.
 CPU = Profile(decode=((1, 0.01),), prefill=tuple((x, 0.02 + 0.005 * x) for x in (16, 64, 256)))
 PROFILES = st.sampled_from([GPU, CPU, Profile(prefill=((4, 1.0),)), Profile(prefill=((512, 1.0),))])
 
@@ -66,7 +66,8 @@ def test_piggybacked_sub_chunks_fill_a_tile() -> None:
     sub_chunks = EfficientSubChunks(GPU)
     assert sub_chunks.next_rows(70, 400, 8, 0.0) == 56
     assert sub_chunks.next_rows(130, 400, 8, 0.0) == 120
-    assert sub_chunks.next_rows(60, 400, 50, 0.0) == 0  # 14 would fill a tile: not worth a message
+    # 14 rows would fill a tile: too few for a message.
+    assert sub_chunks.next_rows(60, 400, 50, 0.0) == 0
     assert sub_chunks.next_rows(130, 400, 50, 0.0) == 78
 
 
@@ -87,7 +88,7 @@ def test_slow_arrival_allows_small_sub_chunks() -> None:
         17,
         64,
     ]
-    # A pass of up to a tile takes 24 ms; in twice the time 44 rows come.
+    # A pass of up to a tile takes 24 ms; in twice that time 44 rows arrive.
     assert [sub_chunks.next_rows(here, 400, 0, 900.0) for here in (47, 48)] == [0, 48]
     assert sub_chunks.next_rows(17, 15, 0, 200.0) == 16
     assert sub_chunks.next_rows(17, 14, 0, 200.0) == 0

@@ -1,4 +1,4 @@
-"""Volumes in sub-chunks: which rows, which data, and what is done once for each group."""
+"""Volumes cut into sub-chunks: their rows and data, and the fields that apply once per slice."""
 
 import msgspec
 import pytest
@@ -13,7 +13,7 @@ SLICE = RequestSlice(3, 10, 4, 7, (5, 6), True, copy_from_block=2)
 
 
 def waiting(*counts: int, arrived: int | None = None) -> WaitingVolume:
-    """Groups of this many rows, each of two bytes: its index twice."""
+    """A volume with slices of these row counts; a row's data are two bytes of its index."""
     slices = tuple(
         RequestSlice(i, 0, count, 1, (i,), True, copy_from_block=i)
         for i, count in enumerate(counts)

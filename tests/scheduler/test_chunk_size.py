@@ -23,7 +23,7 @@ def profile(
     return Profile(decode=decode, prefill=prefill, tile=tile, **fields)
 
 
-#: Reading the weights takes 20 ms, a row 0.1 ms.
+#: Reading the weights takes 20 ms, and each row 0.1 ms.
 GPU = profile(0.02, 1e-4)
 A100 = profile(0.02, 1e-4, tile=128)
 #: A row takes nearly as long as reading the weights.
@@ -46,12 +46,12 @@ def test_default_size_without_profiles(profiles: list[Profile]) -> None:
     [
         # 1.7 × 20.8 ms = 35.4 ms: 154 rows, rounded down to a multiple of 16, less 8 decode rows
         ([GPU], 1, 8, 144 - 8),
-        # 1.7 × (20 + 12.8) ms = 55.8 ms: two tiles
+        # 1.7 × (20 + 12.8) ms = 55.8 ms: room for two tiles
         ([A100], 1, 8, 256 - 8),
         ([A100], 1, 30, 256 - 30),
         # the slower stage decides
         ([GPU, CPU], 2, 16, 16 - 8),
-        # nothing meets the bound: the minimum
+        # nothing meets the bound, so the minimum is used
         ([CPU], 1, 1, 16 - 1),
     ],
 )
@@ -75,7 +75,8 @@ def test_piggybacked_chunks_do_not_exceed_standalone_ones() -> None:
 
 
 def test_standalone_size_is_the_smallest_near_the_best() -> None:
-    # 20 ms per chunk are 8 % of its rows' time, but for the CPU's 256 rows.
+    # The fixed 20 ms per chunk are a smaller share of more rows; a CPU's rows take 5 ms each, a
+    # GPU's 0.1 ms.
     assert ChunkSize(0, [profile(0.02, 0.005)], 1).choose_rows(0, left=4096) <= 64
     assert ChunkSize(0, [GPU], 1).choose_rows(0, left=4096) >= 512
 
@@ -108,7 +109,8 @@ def test_slow_decodes_allow_larger_chunks() -> None:
     assert chunks.choose_rows(0, left=4096, context=8192) == chunks.choose_rows(0, left=4096)
 
 
-#: Measured: eight layers on a core with AVX512-BF16, where a few rows cost as much as many.
+#: Measured with `molink bench stage`: eight layers on an AVX512-BF16 core, where a few rows cost as
+#: much as many.
 CORE = Profile(
     decode=((1, 0.0069), (8, 0.0089), (64, 0.062)),
     prefill=((8, 0.0081), (16, 0.0153), (64, 0.055), (128, 0.109), (512, 0.451)),
@@ -151,10 +153,10 @@ def test_chunks_do_not_exceed_the_measured_range() -> None:
 
 
 def test_sizes_below_a_tile_must_be_faster() -> None:
-    # Its steps are real: 16 rows cost as much as 64.
+    # Its tiles are real: 16 rows cost as much as 64.
     stepped = profile(1e-6, 1e-3, tile=64)
     assert ChunkSize(0, [stepped], 1).choose_rows(1, left=4096) == 64 - 1
-    # A whole tile of 64 rows costs much more than 16 rows.
+    # Here a whole tile of 64 rows costs much more than 16 rows.
     smooth = Profile(decode=stepped.decode, prefill=((16, 0.02), (64, 0.3), (128, 0.6)), tile=64)
     assert ChunkSize(0, [smooth], 1).choose_rows(1, left=4096) == 16 - 1
 
@@ -210,13 +212,13 @@ def test_queued_prompts_use_throughput_sizes() -> None:
     assert chunks.choose_rows(0, left=400, queued=4000, prompts=2) == chunks.choose_rows(
         0, left=400
     )
-    # A queue counts sooner if more prompts wait than streams decode.
+    # The queue counts earlier if more prompts wait than streams decode.
     assert chunks.choose_rows(3, left=400, queued=400, prompts=4) == 30
     assert chunks.choose_rows(3, left=400, queued=400, prompts=3) < 15
     assert chunks.choose_rows(3, left=300, queued=300, prompts=4) < 15, "0.4 s"
     ring = ChunkSize(0, [GPU] * 4, 4)
     assert ring.choose_rows(0, left=512, queued=4000, prompts=8) == ring.choose_rows(0, left=512)
-    # A fixed size is kept.
+    # A fixed size never changes.
     assert ChunkSize(8, [cpu], 2).choose_rows(1, left=400, queued=4000, prompts=4) == 8
 
 

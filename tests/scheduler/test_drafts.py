@@ -1,4 +1,4 @@
-"""Drafts: exact decisions of a scheduler whose stages are played by the test."""
+"""Drafts: exact decisions of a scheduler, with the test in place of the stages."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -50,7 +50,7 @@ def submit(to: Scheduler, key: str, tokens: int = 10, answer: int = 100, **chang
 
 
 def prefilled(**changes: int) -> Scheduler:
-    """A request of 10 tokens with one token, 50, generated."""
+    """A request of 10 tokens that has generated one token, 50."""
     made = make_scheduler(**changes)
     submit(made, "a")
     say(made, sent(made.next_batch(0.0)), 50)
@@ -136,7 +136,7 @@ def test_alternatives_come_with_each_token() -> None:
     assert [getattr(message, "logprob", None) for message in messages] == [-0.5, -0.25]
 
 
-# --- tokens that a grammar forces -----------------------------------------------------------------
+# --- tokens forced by a grammar -------------------------------------------------------------------
 
 
 def say_forced(to: Scheduler, volume: Volume, token: int, *forced: ForcedTokens) -> None:
@@ -182,7 +182,7 @@ def test_wrong_forced_tokens_cost_only_their_rows() -> None:
     assert sent(made.next_batch(0.0)).slices[0].start == 12
 
 
-# --- tokens that the last stage predicts ---------------------------------------------------------
+# --- drafts of the last stage's MTP layers --------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -195,7 +195,7 @@ def test_mtp_drafts_become_the_next_drafts(
     submit(made, "a")
     batch = made.next_batch(0.0)
     assert batch is not None
-    # The last stage gets the prompt, and may predict after its first token, too.
+    # The last stage gets the prompt's last row, so it may also draft after its first token.
     assert [each.ids for each in batch.controls if isinstance(each.body, History)] == [
         tuple(range(10))
     ]
@@ -313,12 +313,12 @@ def test_wrong_drafts_are_not_cached(cancelled: bool) -> None:
     tree = made._cache._tree
     right = [*range(10), 50, 101, 7, 103, 8]
     assert tree.match_prefix(right).num_tokens == (12 if cancelled else 14)
-    # The first drafts, then the later ones.
+    # First with the first drafts, then with the later ones.
     assert tree.match_prefix([*right[:12], 102, 103]).num_tokens == 12
     assert tree.match_prefix([*right[:14], 104, 105]).num_tokens == (12 if cancelled else 14)
 
 
-# --- stages that lie ------------------------------------------------------------------------------
+# --- hostile stages -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -362,7 +362,7 @@ def test_several_tokens_without_drafts_fail_the_request() -> None:
 
 
 class Silent:
-    """Drafts nothing."""
+    """Proposes no drafts."""
 
     def propose_drafts(self, tokens: Sequence[int], count: int) -> DraftProposal:
         return DraftProposal()

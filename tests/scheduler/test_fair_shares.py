@@ -153,7 +153,7 @@ class Load:
     """Clients ``peer/name`` with waiting requests; their service is counted separately."""
 
     def __init__(self, plans: dict[str, tuple[int, list[tuple[int, int]]]]) -> None:
-        """When each starts, and the cyclic sizes of its requests: prompt and answer."""
+        """``plans``: each client's first step, and (prompt, answer) lengths of its requests."""
         self._plans = plans
         self._shares = FairShares()
         self._queues: dict[str, deque[RequestState]] = {name: deque() for name in plans}
@@ -211,7 +211,7 @@ class Load:
 def test_backlogged_clients_stay_within_the_bound(
     plans: dict[str, tuple[int, list[tuple[int, int]]]],
 ) -> None:
-    """Each has requests waiting from some step on."""
+    """Each client always has requests waiting from its first step on."""
     load = Load(plans)
     gaps: dict[tuple[str, str], list[int]] = {}
     for step in range(400):

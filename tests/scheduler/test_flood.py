@@ -1,4 +1,4 @@
-"""A client floods the scheduler with requests and cancels half of them; another one is served."""
+"""A client floods the scheduler and cancels half of its requests; another client is served."""
 
 from random import Random
 
@@ -37,13 +37,13 @@ class Flooded:
         self._quiet = "quiet peer" if self._named else "d"
         self.now = 0.0
         self.sent = self.refused = 0
-        #: Units served to each.
+        #: Units of service of each client.
         self.flood = self.quiet = 0
-        #: Requests of the quiet client, and whether they have a token.
+        #: The quiet client's requests, and whether they have a token.
         self.pending: dict[str, bool] = {}
 
     def send(self) -> None:
-        """Send a request of the flood, which may be cancelled at once."""
+        """Send a request of the flood; half of them are cancelled at once."""
         key, client = f"f{self.sent}", f"name {self.sent}" if self._named else "greedy"
         self.sent += 1
         try:
@@ -54,7 +54,7 @@ class Flooded:
             self.scheduler.cancel_request(self._peer, key, self.now)
 
     def ask(self) -> None:
-        """Keep some requests of the quiet client waiting; they are never rejected nor preempted."""
+        """Keep some of the quiet client's requests waiting; none is rejected or preempted."""
         while len(self.pending) < 2 * SLOTS:
             key = f"q{self._random.random()}"
             prompt = tuple(self._random.randrange(1000, 2000) for _ in PROMPT)
@@ -80,7 +80,7 @@ class Flooded:
                 del self.pending[key]
 
     def cease(self) -> None:
-        """Cancel the flood; the quiet client gets its answers."""
+        """Cancel the flood, after which the quiet client gets its answers."""
         for peer, key in self.scheduler.live_requests:
             if key not in self.pending:
                 self.scheduler.cancel_request(peer, key, self.now)
@@ -104,7 +104,7 @@ def test_a_flood_neither_starves_others_nor_leaks(hostile: str, policy: str) -> 
         worst = max(worst, behind - least)
     flooded.scheduler.validate()
     assert flooded.refused > FLOOD // 4
-    # The test counts prompts when they are computed, the scheduler when they start.
+    # The test counts prompts when they have been computed, the scheduler when they start.
     assert worst <= 2 * U + W_INPUT * SLOTS * len(PROMPT)
     assert flooded.quiet > 4 * U
     flooded.cease()

@@ -5,7 +5,7 @@ from molink.scheduler.in_flight import MAX_SEQ_SPAN, InFlightTracker
 from molink.wire.messages.base import Payload
 from molink.wire.messages.data_plane import RequestSlice, Volume
 
-#: A sampled row.
+#: A slice with one sampled row.
 ROW = RequestSlice(0, 0, 1, 0, sample=True)
 
 

@@ -1,4 +1,4 @@
-"""Prefix caching: exact decisions of a scheduler whose stages are played by the test."""
+"""Prefix caching: exact decisions of a scheduler, with the test in place of the stages."""
 
 from dataclasses import dataclass, field
 
@@ -30,7 +30,7 @@ PROMPT = tuple(range(100, 140))
 
 @dataclass
 class Player:
-    """A scheduler with stages that answer at once, each sampled row with ``token``."""
+    """A scheduler with stages that answer at once; each sampled row gives ``token``."""
 
     scheduler: Scheduler
     token: int = 50
@@ -135,7 +135,7 @@ def test_partial_blocks_are_copied() -> None:
 
 
 def test_salts_share_no_prefix() -> None:
-    """Neither full blocks nor tokens of a partial one, also while the other request runs."""
+    """Neither full blocks nor part of one, also while the other request runs."""
     player = Player.of()
     player.serve("a", PROMPT, 1, salt=b"one")
     for salt in (b"two", b"", b"\0", b"one\0"):
@@ -157,7 +157,7 @@ def test_salts_share_no_prefix() -> None:
 
 
 def test_adapters_share_no_prefix() -> None:
-    """Keys and values differ, so no salt of a client may lead to those of an adapter."""
+    """An adapter changes keys and values, so no client's salt may match an adapter's scope."""
     player = Player.of()
     one = make_state("peer", "x", PROMPT, len(PROMPT), 1, PLAIN, adapter="one").request.cache_scope
     scopes = [(b"", ""), (b"", "one"), (b"", "two"), (b"s", ""), (b"s", "one"), (one[:16], "")]
@@ -213,7 +213,7 @@ def test_a_prompt_is_shared_once_computed() -> None:
     admit = [control.body for control in batch.controls]
     assert admit[1] == BlockTable(admit[1].seq, 1, Payload("i32", (2,)))
     prefill = batch.volumes[-1].header.slices[0]
-    # Only full blocks: "a" still writes to its third.
+    # Only full blocks are shared: "a" still writes to its third block.
     assert (prefill.start, prefill.count, prefill.copy_from_block) == (32, 8, -1)
 
 
@@ -266,7 +266,7 @@ def test_a_failed_requests_blocks_are_evicted_unless_shared() -> None:
         player.scheduler.on_sampled(SamplerOutput(volume.header.seq, choices, failed), {}, 0.0)
     player.finish(player.next())
     player.submit("b", (*PROMPT[:32], 1), 100)
-    # "other" holds the first block only; the third one of "a" followed the second.
+    # "other" holds the first block only; of "a" the third block is evicted before the second.
     (ids,) = (control.ids for control in player.next().controls if control.ids)
     assert ids == (0,)
     assert player.gauge("blocks_cached") == 0
@@ -382,7 +382,7 @@ def test_a_preempted_request_finds_its_cached_blocks() -> None:
         tables += [control for control in batch.controls if isinstance(control.body, BlockTable)]
         player.finish(batch)
     assert player.counter("preemptions") == 1
-    # It had two blocks; "old" needed one, and the last of them is evicted first.
+    # "young" had two blocks. "old" needed one, and the last block of "young" is evicted first.
     (again,) = tables
     assert (again.body.request, len(again.ids)) == (2, 1)
     assert [token.position for token in player.told if token.key == "young"] == [*range(15, 45)]

@@ -1,4 +1,4 @@
-"""Lookahead drafts: exact decisions of a scheduler whose stages are played by the test."""
+"""Lookahead drafts: exact decisions of a scheduler, with the test in place of the stages."""
 
 from collections.abc import Sequence
 
@@ -29,8 +29,10 @@ class Says:
 
 
 def decoding(**changes: int | bool) -> Scheduler:
-    """A request of 10 tokens with one token, 50, generated; passes of 3 drafts with 2 lookahead
-    volumes."""
+    """A scheduler with a decoding request; passes have 3 drafts and 2 lookahead volumes.
+
+    The request has 10 prompt tokens and one generated token, 50.
+    """
     given = {"num_blocks": 64, "block_size": 4, "micro_batches": 1, "max_num_batched_tokens": 64}
     given |= {"num_speculative_tokens": 3, "lookahead_volumes": 2, "prefix_cache": False}
     made = Scheduler(SchedulerConfig(**{**given, **changes}), 1, create_draft_source=Says)
@@ -57,7 +59,7 @@ def sent(batch: MicroBatch | None) -> Volume:
 
 
 def flying(made: Scheduler) -> list[Volume]:
-    """A pass of drafts and two lookahead volumes."""
+    """A pass of drafts in flight, and its two lookahead volumes."""
     volumes = [sent(made.next_batch(0.0)) for _ in range(3)]
     made.validate()
     return volumes
@@ -95,7 +97,7 @@ def test_right_lookahead_drafts_yield_their_tokens() -> None:
     assert told(say(made, second, 105, 106, 107)) == [(at, 90 + at) for at in range(15, 18)]
     assert sent(made.next_batch(0.0)).slices[0].drafts == (110, 111, 112)
     assert told(say(made, third, 108, 109, 7)) == [(18, 108), (19, 109), (20, 7)]
-    # The path is cleared: a pass begins with the known tokens.
+    # The draft path is cleared, so a pass starts after the known tokens.
     (rows,) = sent(made.next_batch(0.0)).slices
     assert (rows.start, rows.drafts) == (20, (111, 112, 113))
     assert made.collect_stats()[0]["scheduler_draft_tokens_accepted_total"] == 9.0
@@ -188,7 +190,7 @@ def test_no_lookahead_beside_prompts_or_decode_rows() -> None:
     assert made.next_batch(0.0) is None
     say(made, prompt, 60)
     say(made, first, 7)
-    # Both decode, one in each volume; only then is lookahead sent.
+    # Both requests decode, each in a volume of its own; only then lookahead is sent.
     volumes = [sent(made.next_batch(0.0)) for _ in range(4)]
     assert [volume.slices[0].is_lookahead for volume in volumes] == [False, False, True, True]
     assert [len(volume.slices) for volume in volumes] == [1, 1, 1, 1]

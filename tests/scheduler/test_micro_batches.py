@@ -27,7 +27,7 @@ from molink.wire.messages.data_plane import (
 )
 from tests.support.request_states import make_state
 
-#: Reading the weights takes 10 ms, each row 1 ms.
+#: Reading the weights takes 10 ms, and each row 1 ms.
 STAGE = Profile(decode=((1, 0.011), (101, 0.111)), prefill=((16, 0.02),))
 #: 1 kB rows at 1 MB/s: 1 ms per row.
 ROW, RATE = 1000, 1e6

@@ -1,4 +1,4 @@
-"""Preemption for waiting requests by a whole scheduler."""
+"""Preemption for waiting requests, by a complete scheduler."""
 
 import random
 from collections import deque
@@ -99,7 +99,7 @@ class Served:
 
 @pytest.mark.parametrize(("policy", "several"), [("skip-join-mlfq", False), ("gittins", True)])
 def test_several_requests_are_preempted_at_once(policy: str, several: bool) -> None:
-    """Four have run for long when four short ones arrive."""
+    """Four requests have run for a long time when four short ones arrive."""
     served = Served(policy, running=4)
     for number in range(4):
         served.submit(f"long{number}", tuple(range(8 * number, 8 * number + 8)), 4000)
@@ -157,7 +157,7 @@ def test_matched_cached_blocks_are_not_available_to_others(policy: str) -> None:
 
 
 def outlived(served: Served, key: str, blocks: int, priority: int = 0) -> None:
-    """A request whose answer is far longer than its prompt, with that many ``blocks``."""
+    """Run a request with a far longer answer than prompt until it has ``blocks`` blocks."""
     state = served.submit(key, range(8), 500, "", priority)
     while len(state.blocks) < blocks:
         served.run_iteration()
@@ -165,7 +165,7 @@ def outlived(served: Served, key: str, blocks: int, priority: int = 0) -> None:
 
 @pytest.mark.parametrize(("blocks", "gives_way"), [(32, False), (20, True)])
 def test_insufficient_preemptions_are_not_made(blocks: int, gives_way: bool) -> None:
-    """The blocks that the waiting one lacks belong to an old one and a more urgent one."""
+    """An old request and a more urgent one hold the blocks that the waiting request lacks."""
     served = Served("gittins", running=4, blocks=40)
     outlived(served, "old", 8, priority=1)
     outlived(served, "urgent", 12)
@@ -177,7 +177,7 @@ def test_insufficient_preemptions_are_not_made(blocks: int, gives_way: bool) -> 
 
 
 def test_requests_in_flight_are_preempted_after_their_return() -> None:
-    """One is in flight and one idle when a third arrives that needs the blocks of both."""
+    """One request is in flight and one idle; a third arrives and needs the blocks of both."""
     served = Served("gittins", running=4, blocks=40, micro_batches=2)
     outlived(served, "a", 10)
     outlived(served, "b", 10)
@@ -236,7 +236,7 @@ def test_as_many_stalled_requests_are_preempted_as_needed(policy: str, blocks: i
 
 
 def test_blocks_shared_with_the_preemptor_are_not_freed() -> None:
-    """An urgent one has 26 of 64 blocks and ends late; the old one shares 20 with the new one."""
+    """The request "urgent" has 26 of 64 blocks and ends late; "old" and "new" share 20 blocks."""
     served = Served("gittins", running=8, blocks=64, cache=True)
     prefix = range(1000, 1000 + 20 * 16)
     urgent = served.submit("urgent", range(16 * 25), 600, priority=-1)
@@ -271,7 +271,7 @@ def test_new_admissions_run_before_preemption() -> None:
 
 @pytest.mark.parametrize(("seed", "clients"), [(4, 1), (8, 3), (6, 3)])
 def test_resumed_requests_are_not_preempted_next(seed: int, clients: int) -> None:
-    """Requests of several priorities, more than fit into memory, all finish."""
+    """Requests of several priorities, too many for the memory, all finish."""
     rng, way = random.Random(seed), deque[MicroBatch]()
     served = Served("gittins", 12, blocks=60, micro_batches=2, mode="proactive-swap")
     scheduler, count, tokens = served.scheduler, 0, -1.0

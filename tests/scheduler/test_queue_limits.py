@@ -97,7 +97,7 @@ def test_the_rate_counts_busy_time_only() -> None:
 def test_the_estimated_slot_is_about_right(known: bool, within: float) -> None:
     """Two run and two wait. Answers of 20 to 39 tokens at 2/s free a slot after 4 to 15 s.
 
-    ``known`` is whether ``max_tokens`` tells the scheduler when they end.
+    ``known`` is whether ``max_tokens`` is each answer's length, so that the scheduler knows it.
     """
     ring = ScriptedRing(max_num_seqs=2, max_queue_len=2)
     sizes, errors, waits = Random(7), [], []
@@ -237,7 +237,7 @@ def test_an_unreachable_deadline_rejects_on_arrival() -> None:
     with pytest.raises(Overloaded, match=expected) as told:
         ring.submit("hurried", deadline_s=10.0, priority=1)
     assert told.value.retry_after > 5
-    # It has the least slack, so it goes first, and the next slot is free in time.
+    # "first" has the least slack, so it goes first, and the next slot is free in time.
     ring.submit("first", deadline_s=20.0)
     # A resubmitted request is admitted in spite of its deadline.
     ring.submit("begun", tokens=10, prompt_tokens=9, deadline_s=0.5, priority=1)

@@ -1,4 +1,4 @@
-"""Exact decisions of a scheduler whose stages are played by the test."""
+"""Exact decisions of a scheduler, with the test in place of the stages."""
 
 from itertools import count
 
@@ -37,7 +37,7 @@ def limits(**changes: int) -> SchedulerConfig:
 
 
 def is_empty(scheduler: Scheduler) -> bool:
-    """Whether there are no requests and all blocks are usable."""
+    """Whether the scheduler has no requests and all blocks are free."""
     return not scheduler.live_requests and not scheduler.collect_stats()[1]["scheduler_blocks_used"]
 
 
@@ -66,7 +66,7 @@ def controls(batch: MicroBatch | None) -> list[Admit | History | Release]:
 
 
 def back(scheduler: Scheduler, volume: Volume, token: int = 50) -> list[Emission]:
-    """Return the volume, each sampled row with ``token``."""
+    """Return the volume, with ``token`` for each sampled row."""
     choices = tuple(
         SampledId(rows.request, rows.start + rows.count, token)
         for rows in volume.slices
@@ -747,7 +747,7 @@ def test_a_broken_invariant_carries_the_transition_log() -> None:
     assert any("submit peer a 5" in line for line in caught.value.story)
 
 
-# --- what others are told ------------------------------------------------------------------------
+# --- notifications --------------------------------------------------------------------------------
 
 
 def test_the_load_report_describes_requests() -> None:

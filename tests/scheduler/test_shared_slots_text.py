@@ -1,4 +1,4 @@
-"""Answers that give their slot to another client's keep their text, on a real ring."""
+"""Requests that are preempted for other clients keep their text, on a real ring."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Clients hold all slots with long answers; another one's request starts soon."""
+"""Some clients hold all slots with long answers; another client's request starts soon."""
 
 from collections.abc import Sequence
 
@@ -22,7 +22,7 @@ ITERATION_S = 0.01
 STAGE = Profile(
     decode=((1, ITERATION_S), (64, ITERATION_S)), prefill=((16, ITERATION_S), (64, 4 * ITERATION_S))
 )
-#: Seconds within which a request of a client with too few slots starts, as docs/clients.md says.
+#: Bound of docs/clients.md: seconds until a request of a client with too few slots starts.
 BOUND_S = 2.0
 ENDLESS = 100_000
 
@@ -122,7 +122,7 @@ class _Crowd:
     peers=st.sampled_from([("d", "d"), ("d", "e")]),
     cache=st.booleans(),
 )
-@example(  # the slots of who does not read
+@example(  # slots of clients that don't read
     policy="fcfs",
     mode="proactive-swap",
     slots=4,
@@ -131,7 +131,7 @@ class _Crowd:
     peers=("d", "d"),
     cache=False,
 )
-@example(  # its preempted requests are not admitted first
+@example(  # the client's preempted requests are not admitted first
     policy="cached-share",
     mode="recompute",
     slots=4,
@@ -150,7 +150,7 @@ def test_a_short_request_starts_within_the_bound(
     peers: tuple[str, str],
     cache: bool,
 ) -> None:
-    """Floods of endless answers, some of clients that never read, hold all slots or blocks."""
+    """All slots or blocks are held by endless answers, some of clients that never read."""
     crowd = _Crowd(slots, policy, mode, blocks, cache)
     for number, (prompt, reads) in enumerate(floods):
         for _ in range(slots + 4):
@@ -204,7 +204,7 @@ def test_requests_of_one_client_never_give_way_to_each_other() -> None:
 
 @pytest.mark.parametrize("policy", ["fcfs", "skip-join-mlfq", "gittins"])
 def test_more_clients_than_slots_take_turns(policy: str) -> None:
-    """Each turn brings at least as many tokens as its preemption costs."""
+    """Between preemptions a request generates at least as many tokens as its preemption costs."""
     crowd = _Crowd(slots=1, policy=policy, cache=False)
     keys = [crowd.submit(client, 100, 400) for client in ("a", "b", "c")]
     while len(crowd.ended) < len(keys):
@@ -216,7 +216,7 @@ def test_more_clients_than_slots_take_turns(policy: str) -> None:
 
 
 def test_the_estimate_of_the_wait_knows_preemption() -> None:
-    """A request that would be served in time by preemption is not refused."""
+    """A request that preemption would serve in time is not rejected."""
     crowd = _Crowd(slots=4)
     for _ in range(8):
         crowd.submit("a", 16, 2000)

@@ -1,4 +1,4 @@
-"""Short memory: a long request finishes among endless short ones."""
+"""Scarce memory: a long request finishes among endless short ones."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,16 +19,16 @@ STAGE = Profile(
     decode=((1, ITERATION_S), (8, ITERATION_S)), prefill=((16, ITERATION_S), (64, 4 * ITERATION_S))
 )
 BLOCK_SIZE = 4
-#: Short requests that wait at any time.
+#: Short requests that are always waiting.
 CROWD = 6
-#: Iterations within which a long request must finish; alone it takes less than a tenth.
+#: Iterations within which a long request must finish; alone it needs less than a tenth of them.
 ITERATIONS = 1500
-#: Short prompts always go first.
+#: A policy under which short prompts always go first.
 STARVING = "fixed-priority"
 
 
 class Crowded:
-    """A scheduler, a long request, and a client that always has short ones waiting."""
+    """A scheduler with a long request and a client that always has short ones waiting."""
 
     def __init__(self, policy: str, mode: PreemptionMode, blocks: int, host: int) -> None:
         config = SchedulerConfig(
@@ -45,7 +45,7 @@ class Crowded:
         self.scheduler.set_host_memory(host, ITERATION_S / 100)
         self.now = 0.0
         self.count = 0
-        #: Tokens of each request so far, and in the end.
+        #: Tokens of each request so far, and those wanted.
         self.got: dict[str, int] = {}
         self.wanted: dict[str, int] = {}
 
@@ -70,7 +70,7 @@ class Crowded:
             assert (emission.message.finish_reason is None) == (self.got[key] < self.wanted[key])
 
     def serve(self, long: tuple[int, int], short: tuple[int, int], alike: bool) -> int:
-        """Tokens that the long request got in :data:`ITERATIONS` iterations."""
+        """Number of tokens that the long request gets in :data:`ITERATIONS` iterations."""
         self.crowd(*short, alike)
         self.submit("long", tuple(range(100, 100 + long[0])), long[1])
         for number in range(ITERATIONS):
@@ -117,5 +117,5 @@ def test_no_policy_starves_a_long_request(
 
 
 def test_fixed_priority_may_starve_long_prompts() -> None:
-    """The test above would detect starvation."""
+    """Shows that the test above would detect starvation."""
     assert Crowded(STARVING, "recompute", 16, 0).serve((40, 4), (4, 4), alike=False) == 0

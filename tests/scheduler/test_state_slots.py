@@ -1,4 +1,4 @@
-"""Snapshots of recurrent states: exact decisions of a scheduler whose stages the test plays."""
+"""Snapshots of recurrent states: exact decisions of a scheduler, with the test as its stages."""
 
 import pytest
 
@@ -25,7 +25,7 @@ def start(slots: int = 4, **changes: int) -> Player:
 
 
 def serve_start(player: Player, key: str, tokens: tuple[int, ...], salt: bytes = b"") -> int:
-    """Where the rows of a request begin that is served to its end."""
+    """Serve a request to its end; returns the position of its first computed row."""
     return group(player.serve(key, tokens, 1, salt=salt)).start
 
 
@@ -85,7 +85,7 @@ def test_states_are_kept_apart_by_salt() -> None:
 
 
 def test_a_snapshot_is_held_while_a_request_copies_it() -> None:
-    """Requests take slots from snapshots, but not before the copy has been made everywhere."""
+    """A snapshot's slot is reused only after the copy has been made at all stages."""
     player = start(slots=2)
     player.serve("a", PROMPT, 1)
     player.submit("b", (*PROMPT, 1), 8)
@@ -130,7 +130,7 @@ def test_rows_in_flight_leave_no_state() -> None:
 
 
 def test_a_copy_in_flight_is_no_snapshot() -> None:
-    """Stages may have dropped its rows, while the KV of the same tokens is another request's."""
+    """The stages may have dropped its rows, while another request computed the same tokens' KV."""
     player = start(min_snapshot_rows=32)
     player.serve("a", PROMPT[:20], 30)
     shared = (*PROMPT[:20], *[ANSWER] * 20)
@@ -196,7 +196,7 @@ def test_the_state_unused_for_longest_goes_first(slots: int) -> None:
 
 
 def test_a_snapshot_that_frees_no_slot_yet_is_kept() -> None:
-    """The state of a request that has just ended, while its release is in flight."""
+    """Its slot belongs to a request that has just ended, whose release is in flight."""
     states = StateSlots(2)
     released, returned = states.allocate_slot(), states.allocate_slot()
     assert released is not None

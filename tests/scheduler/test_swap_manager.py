@@ -54,7 +54,7 @@ def submit(scheduler: Scheduler, key: str, tokens: int, now: float = 0.0, answer
 
 
 def go_round(scheduler: Scheduler, now: float) -> MicroBatch | None:
-    """Complete one micro-batch."""
+    """Run one micro-batch to its end."""
     batch = scheduler.next_batch(now)
     if batch is None:
         return None
@@ -187,7 +187,7 @@ def test_a_cancel_frees_the_host_copy() -> None:
 
 @pytest.mark.parametrize("mode", ["reactive-swap", "proactive-swap"])
 def test_proactive_swapping_frees_blocks_in_advance(mode: PreemptionMode) -> None:
-    """None waits but many are expected: the latest scheduled is swapped out."""
+    """No request waits, but many are expected: the one scheduled last is swapped out."""
     scheduler = make_scheduler(mode, blocks=50, host=100, policy="skip-join-mlfq")
     submit(scheduler, "long", 100)
     go_round(scheduler, 0.0)
@@ -203,7 +203,7 @@ def test_proactive_swapping_frees_blocks_in_advance(mode: PreemptionMode) -> Non
 
 
 def in_queues(scheduler: Scheduler, levels: dict[str, int]) -> None:
-    """Put each request into a queue of its own, permanently."""
+    """Put each request permanently into the queue of the given level."""
     policy = scheduler._queues.policy
     for key, level in levels.items():
         place = policy._positions[scheduler._queues.find_request("d", key)]
@@ -211,7 +211,7 @@ def in_queues(scheduler: Scheduler, levels: dict[str, int]) -> None:
 
 
 def test_the_latest_scheduled_is_swapped_out_first_and_the_next_resumes_first() -> None:
-    """By ENST, not by arrival."""
+    """Ordered by ENST (FastServe's estimated next scheduled time), not by arrival."""
     scheduler = make_scheduler("proactive-swap", blocks=40, host=100, policy="skip-join-mlfq")
     levels = {"a": 9, "b": 11, "c": 10}
     for key in levels:
@@ -235,7 +235,7 @@ def test_the_latest_scheduled_is_swapped_out_first_and_the_next_resumes_first() 
 
 
 def test_cheap_recomputation_avoids_the_copy() -> None:
-    """Copies take seconds, recomputation tens of milliseconds."""
+    """Copies take seconds, and recomputation tens of milliseconds."""
     scheduler = Scheduler(
         SchedulerConfig(
             10, 4, 1, 64, prefix_cache=False, profiles=(STAGE,), preemption_mode="reactive-swap"

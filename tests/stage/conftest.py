@@ -1,4 +1,4 @@
-"""Fixtures of the tests that compute."""
+"""Fixtures of the tests of stages."""
 
 from collections.abc import Callable, Iterator
 

@@ -1,4 +1,4 @@
-"""Adapters give what transformers gives with merged weights: whole, split, in chunks, mixed."""
+"""Adapters give transformers' results with merged weights: whole, split, in chunks, mixed."""
 
 import threading
 from collections.abc import Callable
@@ -24,7 +24,7 @@ from tests.support.stage import Reference, Ring
 BLOCKS = (5, 0, 17, 3, 9, 30, 2, 40, 11, 12)
 OTHER_BLOCKS = (6, 7, 8, 10, 13, 14, 15, 16, 18, 19)
 LENGTH = 41
-#: Family, fields of its config, targets, and what else an adapter's config has.
+#: Family, fields of its config, targets, and further fields of the adapter's config.
 KINDS: dict[str, tuple[str, dict[str, Any], tuple[str, ...], dict[str, Any]]] = {
     "qwen2": ("qwen2", {}, (*ATTENTION, *MLP), {}),
     "llama attention": ("llama", {}, ("q_proj", "v_proj"), {"layers": (1, 2)}),
@@ -44,7 +44,7 @@ KINDS: dict[str, tuple[str, dict[str, Any], tuple[str, ...], dict[str, Any]]] = 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """A new folder."""
+    """A function that makes a new folder."""
     return tmp_path_factory.mktemp
 
 
@@ -109,7 +109,7 @@ def _generate(ring: Ring, prompt: list[int], adapter: int, chunk: int) -> list[i
 
 @pytest.fixture(scope="module")
 def adapted(make_model: MakeModel, place: Callable[[str], Path]) -> tuple[Path, list[Path]]:
-    """A model with two adapters, one of which changes some layers only; and what they merge to."""
+    """A model with two adapters, one of which changes some layers only; and the merged models."""
     at = place("adapted")
     base = make_model(at / "base", "qwen2", 3)
     adapters = {
@@ -128,7 +128,7 @@ def test_mixed_batches(
 ) -> None:  # fmt: skip
     folder, merged = adapted
     ring, references = make_ring(folder, splits, blocks=80), [make_reference(one) for one in merged]
-    # Tokens before the batch, rows in it, adapter.
+    # Tokens before the batch, rows in it, and adapter.
     requests = [(30, 1, 1), (0, 33, 0), (3, 1, 2), (20, 11, 1), (12, 1, 0), (7, 4, 2)]
     prompts = [random_tokens(one[0] + one[1], seed) for seed, one in enumerate(requests)]
     tables = [tuple(range(first, first + 10)) for first in range(0, 60, 10)]
@@ -175,7 +175,7 @@ def test_quantized_weights_with_an_adapter(
     logits = make_ring(folder, quantize="int8").run(tokens, rows)
     wide = make_ring(folder).run(tokens, rows)
     base = make_ring(merged[0], quantize="int8").run(tokens, rows)
-    # The adapter itself isn't quantized: the difference is the base's rounding.
+    # The adapter isn't quantized, so the difference is the base's rounding.
     assert (logits - wide).abs().mean() < 0.1 * (base - wide).abs().mean()
 
 
@@ -185,7 +185,7 @@ def test_an_adapter_of_an_embedding_model(
     make_ring: type[Ring],
     random_tokens: Callable[..., list[int]],
 ) -> None:
-    # Its tensors have no prefix, and those of its adapter neither.
+    # The names of the base's tensors have no prefix, nor do those of its adapter.
     base = make_embedding_model(make_model(tmp_path / "base", "qwen3", 3))
     adapter = write_adapter(tmp_path / "adapter", base)
     folder = adapt_model("m", base, {"tuned": adapter}, tmp_path / "into")
@@ -205,7 +205,7 @@ def test_an_adapter_of_a_model_in_gguf(
     make_reference: type[Reference],
     random_tokens: Callable[..., list[int]],
 ) -> None:
-    # llama.cpp permutes rows of this family, of which an adapter knows nothing.
+    # llama.cpp permutes rows of this family's weights, but an adapter's rows are not permuted.
     base = make_model(tmp_path / "base", "llama", 3)
     write_gguf(base, tmp_path / "base.gguf", exact=tmp_path / "exact")
     unpacked = import_gguf(tmp_path / "base.gguf", tmp_path, NullCounter(), threading.Event())

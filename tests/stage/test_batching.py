@@ -1,4 +1,4 @@
-"""Rows of several requests in one forward give what each gives alone."""
+"""Rows of several requests in one forward give each request's own results."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +14,7 @@ from molink.stage.stage import Stage
 from tests.support.models import MakeModel
 from tests.support.stage import Ring
 
-#: (tokens before, rows now) of the requests of one forward, in order.
+#: (cached tokens, new rows) of the requests of one forward, in order.
 MIXES = {
     "decode": [(7, 1), (40, 1), (8, 1), (0, 1)],
     "prefill": [(0, 20), (0, 9), (0, 2)],
@@ -89,7 +89,7 @@ def test_only_the_wanted_logits(
 
 @torch.inference_mode()
 def poison(stage: Stage) -> None:
-    """Fill the pool with what a failed request may leave behind."""
+    """Fill the pool with what a failed request may leave there."""
     stage._pool._storage.fill_(torch.nan)
 
 
@@ -103,7 +103,7 @@ def test_a_reused_block_carries_nothing_over(
     poisoned = [ring.run(random_tokens(4), [SequenceRows(0, 4, (7,))])]
     poisoned.append(ring.run(random_tokens(5)[4:], [SequenceRows(4, 1, (7,))]))
     torch.testing.assert_close(torch.cat(poisoned), clean, atol=1e-5, rtol=0)
-    # Beside a longer request the short one is padded: with its own blocks only.
+    # Beside a longer request the short one's table is padded, with its own blocks only.
     for stage in ring.stages:
         poison(stage)
     ring.run(random_tokens(4), [SequenceRows(0, 4, (7,))])

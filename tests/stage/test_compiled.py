@@ -1,4 +1,4 @@
-"""Whole models by compiled code, beside transformers in float32."""
+"""Whole models by compiled code, compared with transformers in float32."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -38,7 +38,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def dtype() -> WeightDType:
-    """What this CPU computes in with weights of 16 bits; there has to be code for it."""
+    """The type that this CPU computes 16-bit weights in, by compiled code."""
     chosen = choose_dtype("auto", "bf16", torch.device("cpu"))
     if create_matmul(TORCH_DTYPES[chosen], 1) is None:
         pytest.skip(NOT_COMPILED[chosen])
@@ -81,7 +81,7 @@ def test_kernels_that_are_avoided(
     make_ring: type[Ring],
     random_tokens: Callable[..., list[int]],
 ) -> None:
-    """The next ones compute the same."""
+    """The kernels that replace disabled ones compute the same."""
     folder = make_model(tmp_path, "llama", dtype="bfloat16", head_dim=32)
     tokens, rows = random_tokens(40), [SequenceRows(0, 40, [2, 0, 1])]
     usual = make_ring(folder, (2,), dtype=dtype, block_size=16).run(tokens, rows)

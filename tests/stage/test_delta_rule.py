@@ -1,4 +1,4 @@
-"""The delta rule computes rows in chunks as it does one after the other."""
+"""The delta rule gives the same results in chunks as row by row."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ def test_chunks_are_rows_one_by_one(by_channel: bool, strength: float) -> None:
     queries, keys = torch.randn(2, rows, heads, key_dim)
     keys /= keys.norm(dim=-1, keepdim=True)
     values = torch.randn(rows, heads, value_dim)
-    # Strong decays leave nothing of earlier rows, and their inverse would overflow.
+    # Strong decays erase earlier rows, and their inverses would overflow.
     decays = -strength * torch.rand(rows, heads, key_dim if by_channel else 1)
     parts = (
         queries,

@@ -80,7 +80,7 @@ def test_numbers_in_flight_are_not_overwritten(
     staging, target = StagingBuffer(torch.device("cuda:0")), Target()
     for number in range(5):
         staging.upload(target, (array("b", [number]),))
-    assert came == [bytes([number]) for number in range(3)]  # two are under way
+    assert came == [bytes([number]) for number in range(3)]  # two are in flight
     for copy in pending[3:]:
         copy()
     assert came == [bytes([number]) for number in range(5)]
@@ -104,10 +104,10 @@ def test_bytes_come_whole(device: torch.device, dtype: torch.dtype) -> None:
 
 
 class LateCopies:
-    """Copies to the host that are done when they are waited for, and not before."""
+    """Copies to the host that end only when they are waited for."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, done: int = 99) -> None:
-        """The first ``done`` of them; the others never."""
+        """``done``: how many of the copies end at all."""
         self.waits = 0
         self._done = done
         self._waiting: list[Callable[[], object]] = []
@@ -159,7 +159,7 @@ def test_rows_that_never_come_are_no_rows_of_others(monkeypatch: pytest.MonkeyPa
 
 @pytest.fixture
 def host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copies of a pretend GPU go from host memory to host memory."""
+    """A fake GPU's copies go from host memory to host memory."""
     empty = torch.empty
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor.clone())
     monkeypatch.setattr(

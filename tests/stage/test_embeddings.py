@@ -1,4 +1,4 @@
-"""An embedding model's last row is that of transformers, whole, split and in chunks."""
+"""An embedding model's last row equals transformers', whole, split and in chunks."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Families beyond Llama's own give what transformers gives: whole, split, in chunks, in batches."""
+"""Families other than Llama give transformers' results: whole, split, in chunks, in batches."""
 
 import json
 from collections.abc import Callable
@@ -381,7 +381,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral3": ("mistral3", {}),
     "mistral3 tied": ("mistral3", {"tie_word_embeddings": True}),
 }
-#: One of each kind, for what needn't be repeated with every setting.
+#: One of each kind, for tests that needn't repeat every setting.
 KINDS = (
     "granite",
     "exaone4",
@@ -580,7 +580,7 @@ def test_recurrent_layers_in_stages_of_one_layer(
     random_tokens: Callable[..., list[int]],
     name: str,
 ) -> None:
-    # Some have no KV, and one has no state. The prompt is longer than a chunk of the delta rule.
+    # Three stages have no KV, and one has no state. The prompt is longer than a delta-rule chunk.
     folder, tokens = folder_of(name), random_tokens(150)
     reference, ring = make_reference(folder), make_ring(folder, (1, 2, 3))
     assert [stage.block_bytes(8) > 0 for stage in ring.stages] == [False, False, True, False]
@@ -592,7 +592,7 @@ def test_recurrent_layers_in_stages_of_one_layer(
             with torch.inference_mode():
                 states.memories.fill_(torch.nan)
                 states.conv_rows.fill_(torch.nan)
-    # Another request in the same place finds nothing of the first one.
+    # Another request in the same blocks and slot sees nothing of the first one.
     for chunk in (1024, 7, 1):
         assert ring.generate(tokens[:40], 32, BLOCKS, chunk) == reference.generate(tokens[:40], 32)
 
@@ -662,7 +662,7 @@ def test_rows_of_several_requests(
     torch.testing.assert_close(logits, torch.cat(expected), atol=1e-4, rtol=0)
 
 
-# Rounding changes what rows choose of many positions.
+# Rounding changes which of many positions rows choose.
 @pytest.mark.parametrize("name", [name for name in KINDS if name != "deepseek_v32"])
 def test_16_bit_weights_stay_close(
     folder_of: Callable[..., Path],

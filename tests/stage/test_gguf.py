@@ -1,4 +1,4 @@
-"""A model from a GGUF file gives what transformers gives with the values that its blocks hold."""
+"""A model from a GGUF file gives transformers' results with its blocks' values."""
 
 import threading
 from collections.abc import Callable
@@ -27,12 +27,12 @@ from tests.support.stage import Reference, Ring
 
 BLOCKS = tuple(range(16))
 LENGTH = 60
-#: Weights that become numbers do as f32, so that only the order of sums differs.
+#: Weights that are unpacked become f32, so that only the order of sums differs.
 EXACT: dict[str, Any] = {"avoid": ("compiled-linear",)}
 WIDE = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "num_hidden_layers": 2}
-#: Values of recurrent layers that fill whole blocks.
+#: Sizes of recurrent layers' values that fill whole blocks.
 WIDE_STATES = {"linear_value_head_dim": 32}
-#: Latents that fill whole blocks.
+#: Sizes of latents that fill whole blocks.
 WIDE_LATENT = {
     "q_lora_rank": 32,
     "kv_lora_rank": 64,
@@ -59,7 +59,7 @@ GPT_OSS = {
         "original_max_position_embeddings": 64,
     },
 }
-#: Of Falcon-H1.
+#: Settings of Falcon-H1.
 FACTORS = ("embedding", "lm_head", "key", "attention_in", "attention_out", "ssm_in", "ssm_out")
 CASES: dict[str, tuple[str, Kind, dict[str, Any]]] = {
     "llama": ("llama", Kind.Q4_1, {}),
@@ -112,7 +112,7 @@ CASES: dict[str, tuple[str, Kind, dict[str, Any]]] = {
             "mamba_head_dim": 8,
         },
     ),
-    # Sizes that llama.cpp has in its code.
+    # These sizes are constants in llama.cpp.
     "llama4": (
         "llama4_text",
         Kind.Q4_0,
@@ -207,10 +207,10 @@ def test_logits_and_greedy_text(
     opened = import_gguf(path, tmp_path / "unpacked", NullCounter(), threading.Event())
     tokens, reference = random_tokens(LENGTH), make_reference(tmp_path / "exact")
     expected, greedy = reference.logits(tokens), reference.generate(tokens, 24)
-    # transformers is off by as much: large scores amplify the order of sums.
+    # transformers has errors as large: large scores amplify the order of sums.
     within = 1e-5 * max(10.0, float(expected.abs().max()))
     stays = kind.name.lower() in (*BLOCK_FORMATS, "mxfp4")
-    # In blocks, whole and split; then as numbers.
+    # Packed, whole and split; then unpacked.
     for splits, disabled_kernels in (
         ((), ()),
         ((1,), ()),
@@ -261,7 +261,7 @@ def test_scales_that_are_no_numbers_are_refused(make_model: MakeModel, tmp_path:
     path = write_gguf(made, tmp_path / "model.gguf", Kind.Q8_0)
     folder = import_gguf(path, tmp_path / "unpacked", NullCounter(), threading.Event())
     file = folder / "model.safetensors"
-    tensors = load(file.read_bytes())  # Windows keeps files as they are while they are mapped
+    tensors = load(file.read_bytes())  # Windows can't replace a file that is mapped
     name = "model.layers.1.self_attn.k_proj.weight.q8_0"
     tensors[name][5, :2] = torch.tensor([0, 0x7C], dtype=torch.uint8)  # infinity
     save_file(tensors, file)
@@ -270,7 +270,7 @@ def test_scales_that_are_no_numbers_are_refused(make_model: MakeModel, tmp_path:
 
 
 @pytest.mark.parametrize("mode", ["int8", "nf4"])
-def test_blocks_are_quantized_anew_if_asked(
+def test_blocks_are_requantized_on_request(
     make_model: MakeModel,
     make_ring: type[Ring],
     random_tokens: Callable[..., list[int]],
@@ -294,7 +294,7 @@ def test_decode_gives_the_same_to_the_bit_as_prefill(
     tmp_path: Path,
     avoid: tuple[str, ...],
 ) -> None:
-    """Recomputed tokens continue as before a loss, and cached prefixes are as if computed."""
+    """Recomputed tokens continue as before a loss, and cached prefixes equal computed ones."""
     if create_integer_matmul(BLOCK_FORMATS["q4_k"], torch.float32, torch.get_num_threads()) is None:
         pytest.skip("this CPU has no product of integers")
     made = make_model(tmp_path / "model", "llama", 3, **WIDE)

@@ -1,4 +1,4 @@
-"""Experts in MXFP4: what is stored, what becomes of it, and what is refused."""
+"""Experts in MXFP4: how they are stored and loaded, and which are refused."""
 
 import json
 import shutil
@@ -32,7 +32,7 @@ DOWN = "model.layers.1.mlp.experts.down_proj"
 
 @pytest.fixture(scope="module")
 def folders(make_model: MakeModel, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A gpt-oss in MXFP4, and one whose experts are what transformers unpacks of it."""
+    """A gpt-oss in MXFP4, and one with the experts that transformers unpacks from it."""
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     packed = make_model(tmp_path_factory.mktemp("packed"), "gpt_oss", dtype="bfloat16")
@@ -57,7 +57,7 @@ def folders(make_model: MakeModel, tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.fixture
 def damaged(folders: tuple[Path, Path], tmp_path: Path) -> Callable[..., Path]:
-    """``damaged(**tensors)``: the first with other tensors; ``None`` removes one."""
+    """``damaged(**tensors)``: the MXFP4 model with other tensors; ``None`` removes one."""
 
     def damage(tensors: dict[str, Tensor | None]) -> Path:
         folder = Path(shutil.copytree(folders[0], tmp_path / "model"))

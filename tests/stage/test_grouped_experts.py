@@ -1,4 +1,4 @@
-"""Experts that are multiplied at once, on a GPU or in Triton's interpreter, give the same."""
+"""Grouped products of experts give the same results, on a GPU or in Triton's interpreter."""
 
 import json
 import threading
@@ -35,7 +35,7 @@ from tests.support.triton_device import DEVICE, needs_triton, widen_products
 pytestmark = needs_triton
 
 BLOCKS = tuple(range(16))
-#: Rows that words of all formats fill, and fewer layers.
+#: Widths that all formats can pack, and fewer layers.
 WIDE = {
     "hidden_size": 256,
     "head_dim": 64,
@@ -48,7 +48,7 @@ TWO: dict[str, Any] = {"num_hidden_layers": 2}
 
 @pytest.fixture
 def grouped(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Experts are multiplied at once on this device, be it a CPU."""
+    """Group the products of experts on this device, even if it is a CPU."""
 
     def probe(
         dtype: torch.dtype, device: torch.device, disabled: Collection[str] = ()
@@ -62,7 +62,7 @@ def grouped(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         )
 
     monkeypatch.setattr(ProjectionFactory, "probe_device", probe)
-    monkeypatch.setattr(experts_check, "_ROWS", (1,))  # the rest takes time
+    monkeypatch.setattr(experts_check, "_ROWS", (1,))  # the others take long
     monkeypatch.setattr(planes_check, "_ROWS", (1,))
     for one in (check_planes, check_experts):
         one.cache_clear()
@@ -81,7 +81,7 @@ def find_experts(stage: Stage) -> list[Any]:
 
 
 def write_mxfp4(folder: Path) -> Path:
-    """A gpt-oss's experts become MXFP4; returns a folder with their values."""
+    """Quantize a gpt-oss's experts to MXFP4; returns a folder with their values."""
     exact, generator = folder.with_name("exact"), torch.Generator().manual_seed(0)
     exact.mkdir()
     stored = load((folder / "model.safetensors").read_bytes())
@@ -132,7 +132,7 @@ def make_plain(family: str, **fields: Any) -> Callable[[MakeModel, Path], tuple[
     return make
 
 
-#: Models, and whether their experts are in planes.
+#: Models, and whether their experts are stored in planes.
 MODELS: dict[str, tuple[Callable[[MakeModel, Path], tuple[Path, Path]], bool]] = {
     "mixtral": (make_plain("mixtral"), False),
     "qwen3_moe, all experts": (make_plain("qwen3_moe", num_experts_per_tok=8), False),
@@ -146,7 +146,7 @@ MODELS: dict[str, tuple[Callable[[MakeModel, Path], tuple[Path, Path]], bool]] =
 
 
 class WorkItself:
-    """Stands in for :class:`CudaGraphCapturer`: a graph is its work, and faster."""
+    """Replaces :class:`CudaGraphCapturer`: a graph calls the work itself, and seems faster."""
 
     nbytes = 0
     replayed = 0
@@ -212,7 +212,7 @@ def test_mxfp4_experts_take_what_is_planned_and_what_the_file_takes(
         if name.startswith("model.layers.0.") and name.endswith(("_blocks", "_scales"))
     ]
     held = [mlp.group.gate_up.weight.nbytes, mlp.group.down.weight.nbytes]
-    # A number more for each row: 0.3 % of gpt-oss's, which are wider.
+    # One number more per row: 0.3 % for gpt-oss's wider rows.
     assert sum(held) == sum(of_file) + 4 * 6 * (2 * 192 + 64)
 
 
@@ -281,7 +281,7 @@ def test_some_experts_lie_in_host_memory(
 
 @pytest.mark.usefixtures("grouped")
 def test_experts_of_several_formats_run_one_by_one(make_model: MakeModel, tmp_path: Path) -> None:
-    """GPTQ orders the columns of each by their own size."""
+    """GPTQ orders the columns of each by their size, so their formats may differ."""
     section = {
         "quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False, "desc_act": True,
         "checkpoint_format": "gptq",
@@ -313,7 +313,7 @@ def test_cuda_gives_what_the_cpu_gives(
         stage.capture_graph(1, 100)
 
     def run(some: Ring) -> torch.Tensor:
-        """Many rows, few, and one, which is a graph."""
+        """Run many rows, few rows, and one row, which uses a graph."""
         steps = [(0, 80), (80, 19), (99, 1)]
         return torch.cat(
             [

@@ -1,4 +1,4 @@
-"""A stage that changes its layers: what it holds already is not read again."""
+"""A stage that changes its layers doesn't read again those that it has."""
 
 from itertools import pairwise
 from pathlib import Path
@@ -59,7 +59,7 @@ def test_only_new_layers_are_read(
     new = load(folder, (1, 3), held=old.release_weights((1, 3)))
     assert {name.split(".")[2] for name in read if name.startswith("model.layers.")} == {"2"}
     assert not any("embed" in name for name in read)
-    # What it gave up is no longer in memory; what it handed over is the other's.
+    # The old stage frees what it gives up; what it hands over counts for the new one.
     assert old.weight_bytes == 0
     assert new.weight_bytes == load(folder, (1, 3)).weight_bytes
     assert before > 0

@@ -1,4 +1,4 @@
-"""Blocks that go to host memory and come back hold what they held."""
+"""Blocks keep their content on the way to host memory and back."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -39,7 +39,7 @@ def test_swapped_blocks_return_to_other_blocks(
     host.copy_in((2,), (2,))
     assert torch.equal(pool.block_view(2), before[3])
     assert not pool.block_view(4).any()
-    host.wait_for_copies([(0, 5)])  # nothing is under way on a CPU
+    host.wait_for_copies([(0, 5)])  # copies on a CPU end at once
 
 
 def test_blocks_of_layers_whose_heads_differ() -> None:
@@ -64,8 +64,8 @@ def test_blocks_of_layers_whose_heads_differ() -> None:
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_memory_is_pinned_and_what_runs_later_finds_its_blocks() -> None:
-    """Blocks are used for others at once after they went out, and again after they came back."""
+def test_gpu_copies_use_pinned_memory_in_stream_order() -> None:
+    """Blocks are reused as soon as they are copied out, and again as soon as they are back."""
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device; run `pytest -m gpu` on a PC that has one")
     device = torch.device("cuda:0")
@@ -111,10 +111,10 @@ def test_blocks_must_be_swapped_out_before_in(pool: KVPool) -> None:
         host.copy_in((2, 3), (0, 1))
 
 
-def test_only_what_uses_blocks_that_are_copied_waits(
+def test_only_steps_that_use_copied_blocks_wait(
     pool: KVPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a GPU: for copies that are not over, and no others."""
+    """On a GPU steps wait for the unfinished copies of blocks that they use, and for no others."""
     waited: list[str] = []
     stream = SimpleNamespace(wait_event=lambda event: waited.append(event.name))
     monkeypatch.setattr("torch.cuda.current_stream", lambda _: stream)

@@ -1,4 +1,4 @@
-"""Keys and values in 8 bits: what is kept of a row, and that its block takes it along."""
+"""Keys and values in 8 bits: what is stored of a row, and that copies of blocks include it."""
 
 from types import SimpleNamespace
 
@@ -14,7 +14,7 @@ from molink.stage.kv_quantizer import dequantize_rows, quantize_rows
 
 CPU = torch.device("cpu")
 LAYERS, BLOCKS = 2, 5
-#: On a CPU each has its layout; an odd number of codes comes before scales.
+#: On a CPU each type has its layout; the last ones have an odd number of codes before scales.
 LAYOUTS = pytest.mark.parametrize(
     ("dtype", "page", "head_dim"),
     [
@@ -27,7 +27,7 @@ LAYOUTS = pytest.mark.parametrize(
 
 
 def make_pool(dtype: torch.dtype, page: int, head_dim: int, kv_heads: int = 3) -> KVPool:
-    """A pool whose memory is full of ones, that is NaN."""
+    """A pool whose memory is filled with one bits, which is NaN."""
     shape = SimpleNamespace(kv_heads=kv_heads, head_dim=head_dim, kv_kinds=2)
     pool = KVPool(shape, LAYERS, BLOCKS, page, dtype, CPU, kv_cache_dtype="int8")
     pool._memory.fill_(-1)
@@ -35,7 +35,7 @@ def make_pool(dtype: torch.dtype, page: int, head_dim: int, kv_heads: int = 3) -
 
 
 def make_rows(pool: KVPool, count: int, seed: int = 0) -> Tensor:
-    """Keys and values of ``count`` positions; heads differ in size."""
+    """Keys and values of ``count`` positions, with heads of different magnitudes."""
     generator = torch.Generator().manual_seed(seed)
     rows = torch.randn(count, 2, pool.kv_heads, pool.head_dim, generator=generator)
     return (rows * torch.logspace(-2, 1, pool.kv_heads)[:, None]).to(pool.dtype)
@@ -137,7 +137,7 @@ def test_swapped_blocks_come_back(dtype: torch.dtype, page: int, head_dim: int) 
     host.copy_out((0,), (2,))
     pool.block_view(0).fill_(-1)
     host.copy_in((4,), (2,))
-    # Memory beside codes and scales is not told apart.
+    # A block that was copied in can be copied out again, whatever its padding holds.
     host.copy_out((4,), (1,))
     host.copy_in((0,), (1,))
     for layer in range(LAYERS):

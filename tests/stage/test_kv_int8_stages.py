@@ -1,4 +1,4 @@
-"""Stages that keep KV in 8 bits: nearly the same logits, whichever way a prompt is computed."""
+"""Stages with 8-bit KV give nearly the same logits, and the same ones in any chunks."""
 
 from collections.abc import Callable
 from itertools import pairwise
@@ -13,9 +13,9 @@ from tests.support.models import MakeModel
 from tests.support.stage import Ring
 
 BLOCKS = range(3, 13)
-#: Whole pages, so that the CPU's compiled attention takes part.
+#: Whole pages, so that the CPU's compiled attention is used.
 OPTIONS = {"block_size": 16, "blocks": 16, "kv_cache_dtype": "int8"}
-#: ``gather`` alone, and what the CPU takes.
+#: ``gather`` alone, and the CPU's default.
 AVOID = pytest.mark.parametrize("avoid", [("compiled-attention",), ()])
 
 
@@ -37,7 +37,7 @@ def test_logits_are_nearly_those_of_exact_kv(
     tokens, rows = random_tokens(100), [SequenceRows(0, 100, BLOCKS)]
     exact = make_ring(folder, avoid=avoid, block_size=16).run(tokens, rows)
     found = make_ring(folder, (1,), avoid=avoid, **OPTIONS).run(tokens, rows)
-    # A token may take other experts.
+    # A token may choose other experts.
     assert 1e-4 < float((found - exact).square().mean().sqrt() / exact.std()) < 0.05
 
 
@@ -54,7 +54,7 @@ def test_chunks_and_stages_change_nothing(
     whole = make_ring(folder, avoid=avoid, **OPTIONS).run(tokens, [SequenceRows(0, 90, BLOCKS)])
     for splits in ((), (1,), (1, 2)):
         ring = make_ring(folder, splits, avoid=avoid, **OPTIONS)
-        # Some chunks, and rows one by one as decode steps.
+        # Some chunks, and then single rows, as in decode steps.
         bounds = [0, 40, 41, 75, *range(76, 91)]
         parts = [
             ring.run(tokens[first:last], [SequenceRows(first, last - first, BLOCKS)])

@@ -1,4 +1,4 @@
-"""GPTQ, AWQ, FP8 and compressed-tensors give what transformers gives with the values they hold."""
+"""GPTQ, AWQ, FP8 and compressed-tensors give transformers' results with their stored values."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -103,7 +103,7 @@ def test_logits_and_greedy_text(
     stored = write_low_bit(folder, tmp_path / "stored", tmp_path / "exact", section)
     tokens, reference = random_tokens(LENGTH), make_reference(tmp_path / "exact")
     expected, greedy = reference.logits(tokens), reference.generate(tokens, 24)
-    # Packed where they stay so, whole and split; then as numbers.
+    # Packed if possible, whole and split; then unpacked.
     for splits, disabled_kernels in (((), ()), ((1,), ()), ((), ("gguf-blocks",))):
         ring = make_ring(stored, splits, avoid=(*disabled_kernels, "compiled-linear"))
         logits = ring.run(tokens, [SequenceRows(0, LENGTH, BLOCKS)])
@@ -111,7 +111,7 @@ def test_logits_and_greedy_text(
         assert ring.generate(tokens, 24, BLOCKS) == greedy
 
 
-#: What a weight of a layer takes where it stays packed, in bits.
+#: Bits per weight of a layer that stays packed.
 PACKED: dict[str, tuple[dict[str, Any], float]] = {
     "gptq": (gptq(size=128), 4 + 32 / 128),
     "gptq, ordered": (gptq(size=64, desc_act=True), 4 + 32 / 64),
@@ -137,7 +137,7 @@ def test_a_plan_counts_what_stays_packed(make_model: MakeModel, tmp_path: Path, 
     planned = Footprint.of_stage(
         facts, StageSetup(dtype="bf16", has_block_kernels=True)
     ).layer_bytes
-    # One of the second layer's projections is left in full.
+    # One projection of the second layer is not quantized.
     full = 256 * 256
     packed = facts.projection_bytes // 2 - full
     norms = 2 * 2 * 256
@@ -145,13 +145,13 @@ def test_a_plan_counts_what_stays_packed(make_model: MakeModel, tmp_path: Path, 
     loaded = Stage.load_layers(
         folder, (1, 2), "cpu", "bf16", disabled_kernels=("compiled-linear",)
     ).layer_bytes
-    # Beside, there are float32 biases, and orders of columns.
+    # The rest are float32 biases and orders of columns.
     assert planned <= loaded <= 1.06 * planned
 
 
 @pytest.mark.parametrize("mode", ["int8", "nf4"])
 @pytest.mark.parametrize("name", ["gptq, asymmetric and ordered", "awq", "fp8 in blocks"])
-def test_weights_are_quantized_anew_if_asked(
+def test_weights_are_requantized_on_request(
     make_model: MakeModel,
     make_ring: type[Ring],
     random_tokens: Callable[..., list[int]],

@@ -1,4 +1,4 @@
-"""Tokens predicted by an MTP layer are those of a plain reference, whole and split."""
+"""Tokens predicted by an MTP layer equal those of a plain reference, whole and split."""
 
 import json
 import shutil
@@ -22,7 +22,7 @@ from tests.support.stage import BLOCK_SIZE, Reference, Ring
 FAMILIES: dict[str, tuple[Any, Any]] = {
     "glm4_moe": (glm.Glm4MoeDecoderLayer, glm.Glm4MoeRotaryEmbedding),
     "deepseek_v3": (deepseek.DeepseekV3DecoderLayer, deepseek.DeepseekV3RotaryEmbedding),
-    # MiMo's is that of Qwen2.
+    # MiMo's layer is one of Qwen2.
     "qwen2": (qwen.Qwen2DecoderLayer, qwen.Qwen2RotaryEmbedding),
 }
 PROMPT, STEPS = 21, 3
@@ -50,7 +50,7 @@ class PlainMtp:
             if name.startswith(prefix)
         }
         self.eps, self.row_first = config.rms_norm_eps, family == "qwen2"
-        # By its number a layer has experts or not; Qwen2's config knows no such layer.
+        # The layer's number decides whether it has experts; Qwen2's config doesn't know this layer.
         self.layer = layer_kind(config, 0 if family == "qwen2" else number)
         self.layer.load_state_dict(_stack_experts(self.own, self.layer), strict=False)
         self.layer.eval()
@@ -62,7 +62,7 @@ class PlainMtp:
 
     @torch.inference_mode()
     def draft(self, tokens: Sequence[int], count: int) -> list[Tensor]:
-        """Logits of ``count`` tokens after ``tokens``, of which the last has no row yet."""
+        """Logits of ``count`` tokens after ``tokens``, whose last one has no hidden row yet."""
         ids = torch.tensor(list(tokens))
         rows = self.main.model(ids[None, :-1]).last_hidden_state[0]
         after, found = ids[1:], list[Tensor]()
@@ -89,7 +89,7 @@ class PlainMtp:
 
 
 def _stack_experts(own: dict[str, Tensor], layer: nn.Module) -> dict[str, Tensor]:
-    """Weights as transformers' layer has them: experts' are stacked."""
+    """Weights in the layout of transformers' layer, whose experts are stacked."""
     state = dict(own)
     if not any(name.startswith("mlp.experts.") for name in own):
         return state
@@ -122,7 +122,7 @@ def model(
     folder = add_draft_layer(make_model(place / "plain", request.param, 3))
     plain = PlainMtp(folder, request.param)
     if request.param == "qwen2":
-        # The reference has the other files mapped.
+        # A copy, since the reference keeps the files mapped.
         folder = make_mimo(shutil.copytree(folder, place / "mimo"))
     return Model(folder, plain)
 
@@ -132,7 +132,7 @@ def prompt() -> list[int]:
 
 
 def drafts(ring: Ring, tokens: Sequence[int], chunk: int) -> list[Tensor]:
-    """Logits of the tokens after ``tokens``, by the last stage, from chunks of the prompt."""
+    """Logits of the last stage for the tokens after ``tokens``; prompts are run in chunks."""
     last, start = ring.stages[-1], 0
     while start < len(tokens) - 1:
         end = min(start + chunk, len(tokens) - 1)

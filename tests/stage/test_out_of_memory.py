@@ -1,4 +1,4 @@
-"""A process's share of a GPU, and what is taken for a want of memory."""
+"""A process's share of a GPU, and which errors count as out of memory."""
 
 from types import SimpleNamespace
 
@@ -12,7 +12,7 @@ GIB = 1 << 30
 
 @pytest.fixture
 def limits(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, int]]:
-    """What is asked of a machine with one GPU of 8 GiB."""
+    """Memory fractions that are set on a machine with one GPU of 8 GiB."""
     asked: list[tuple[float, int]] = []
     gpu = SimpleNamespace(total_memory=8 * GIB)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -38,13 +38,13 @@ def test_no_limit_without_a_gpu(limits: list[tuple[float, int]], device: str, nb
 def test_other_errors_are_not_out_of_memory() -> None:
     assert not is_out_of_memory(RuntimeError("CUDA error: device-side assert triggered"))
     assert is_out_of_memory(RuntimeError("CUDA error: out of memory"))
-    # What a GPU without room for a library's own memory answers.
+    # The error of a GPU without room for a library's own memory.
     status = "CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"
     assert is_out_of_memory(RuntimeError(f"CUDA error: {status}"))
 
 
 def test_emptying_the_cache_does_not_start_cuda() -> None:
-    """A CUDA context takes hundreds of MB, which a stage on the CPU must not spend."""
+    """A CUDA context takes hundreds of MB, which a CPU stage must not use."""
     started = torch.cuda.is_initialized()
     empty_device_cache()
     assert torch.cuda.is_initialized() == started
@@ -54,7 +54,7 @@ def test_emptying_the_cache_does_not_start_cuda() -> None:
 def test_a_gpu_refuses_what_is_over_the_budget() -> None:
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device; run `pytest -m gpu` on a PC that has one")
-    empty_device_cache()  # what earlier tests left would be enough for any of this
+    empty_device_cache()  # the cache of earlier tests would have room for these allocations
     before = torch.cuda.memory_reserved(0)
     limit_memory("cuda:0", before + (64 << 20))
     try:

@@ -1,4 +1,4 @@
-"""The decoder gives what transformers gives: every family, every rope, whole and split."""
+"""The decoder gives transformers' results: every family, every rope, whole and split."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -165,7 +165,8 @@ def test_dynamic_scaling_decodes_as_generate_does(
     folder = make_model(tmp_path, "llama", 2, rope_parameters=rope, max_position_embeddings=32)
     prompt = random_tokens(24)
     ring = make_ring(folder, (1,))
-    # Crosses the original context of 32 while decoding; another request beside it changes nothing.
+    # The prompt crosses the original context of 32 while decoding; a second request changes
+    # nothing.
     assert ring.generate(prompt, 40, BLOCKS) == make_reference(folder).generate(prompt, 40)
 
 

@@ -1,4 +1,4 @@
-"""A stage with low-bit weights in planes, on a GPU or in Triton's interpreter, gives the same."""
+"""A stage with low-bit weights in planes gives the same, on a GPU or in Triton's interpreter."""
 
 import threading
 from collections.abc import Callable, Collection, Iterator
@@ -46,7 +46,7 @@ GPTQ = {
 
 
 def write_file(make_model: MakeModel, folder: Path) -> tuple[Path, Path]:
-    """A model from a GGUF file of several types, and one of the values that it holds."""
+    """A model from a GGUF file of several types, and one of its blocks' values."""
     made = make_model(folder / "model", "llama", 3, **WIDE)
     exact, others = folder / "exact", {"attn_v": Kind.Q6_K, "ffn_down": Kind.Q8_0}
     path = write_gguf(made, folder / "model.gguf", Kind.Q4_K, exact=exact, others=others)
@@ -67,7 +67,7 @@ def write_fp8(make_model: MakeModel, folder: Path) -> tuple[Path, Path]:
 
 
 def write_channels(make_model: MakeModel, folder: Path) -> tuple[Path, Path]:
-    """FP8 with a scale per row."""
+    """Write FP8 with a scale per row."""
     return write_compressed(make_model, folder, "float-quantized", num_bits=8, strategy="channel")
 
 
@@ -105,7 +105,7 @@ def write_gptq(make_model: MakeModel, folder: Path) -> tuple[Path, Path]:
 
 @pytest.fixture
 def in_planes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Weights stay in planes on this device, be it a CPU."""
+    """Store weights in planes on this device, even if it is a CPU."""
 
     def probe(
         dtype: torch.dtype, device: torch.device, disabled: Collection[str] = ()
@@ -114,7 +114,7 @@ def in_planes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return ProjectionFactory(dtype, keeps_blocks=keeps, planes_device=device if keeps else None)
 
     monkeypatch.setattr(ProjectionFactory, "probe_device", probe)
-    monkeypatch.setattr(planes_check, "_ROWS", (1,))  # the rest takes time
+    monkeypatch.setattr(planes_check, "_ROWS", (1,))  # the others take long
     check_planes.cache_clear()
     if DEVICE.type == "cpu":
         widen_products(monkeypatch)
@@ -123,7 +123,7 @@ def in_planes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def count_packed(stage: Stage) -> int:
-    """How many weights of a stage's layers are in planes."""
+    """Number of a stage's weights that are stored in planes."""
     blocks = stage._decoder.blocks
     made = [
         one for block in blocks for one in (block.mixer.qkv, block.mixer.output, block.mlp.gate_up)
@@ -138,14 +138,16 @@ def count_packed(stage: Stage) -> int:
 
 
 def assert_packed(ring: Ring) -> None:
-    """Low-bit checkpoints leave one projection of the second layer in full."""
+    """Check the numbers of packed weights; low-bit checkpoints leave one of the second layer in
+    full.
+    """
     first, second = (count_packed(stage) for stage in ring.stages)
     assert first >= 4
     assert second >= 3
 
 
 def assert_equal_logits(found: Tensor, expected: Tensor) -> None:
-    """Scores of 100 in the attention of random models amplify what the order of sums changes."""
+    """Scores of 100 in random models' attention amplify differences of the order of sums."""
     assert (found - expected).abs().max() < 5e-4 * expected.abs().max()
 
 
@@ -250,7 +252,7 @@ def test_cuda_gives_what_the_cpu_gives(
     assert_packed(ring)
 
     def run(some: Ring) -> Tensor:
-        """Many rows, few, and one, which are multiplied in different ways."""
+        """Run many rows, few rows, and one row, which use different products."""
         steps = [(0, 80), (80, 19), (99, 1)]
         return torch.cat(
             [

@@ -1,4 +1,4 @@
-"""A pool is read and written in the same way for each layout in memory."""
+"""Reads and writes of a pool are the same for each layout in memory."""
 
 from types import SimpleNamespace
 
@@ -20,7 +20,7 @@ def pool(request: pytest.FixtureRequest) -> KVPool:
 
 
 def write(pool: KVPool, *slots: int) -> None:
-    """Keys and values that say where they belong."""
+    """Write keys and values that encode their positions."""
     place = torch.tensor(slots, dtype=torch.float32).view(-1, 1, 1, 1)
     kind = torch.tensor([0.0, 0.5]).view(1, 2, 1, 1)
     head = torch.tensor([0.0, 0.25]).view(1, 1, 2, 1)

@@ -39,7 +39,7 @@ def dequantize_model(folder: Path, mode: Quantize) -> None:
     save_file(tensors, file, metadata={"format": "pt"})
 
 
-#: Projections of recurrent layers that a kernel takes, too.
+#: Sizes at which a kernel also takes the recurrent layers' projections.
 WIDE_STATES = {
     "linear_key_head_dim": 32,
     "linear_value_head_dim": 32,

@@ -1,4 +1,4 @@
-"""float16 is computed in with sums in float32: those of bf16 models don't fit float16."""
+"""In float16 the residual stream is float32, since those of bf16 models exceed float16."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -65,10 +65,10 @@ def test_rows_beyond_the_range_of_float16_pass(
 def test_products_beyond_the_range_of_float16_pass(
     make_model: MakeModel, tmp_path: Path, device: str, family: str, factor: float
 ) -> None:
-    """As they come in the MLP of models that were trained in bf16, on a GPU that has none."""
+    """As in the MLPs of models trained in bf16, on a GPU without bf16."""
     folder = make_model(tmp_path, family, 4, dtype="bfloat16")
     path = folder / "model.safetensors"
-    weights = load(path.read_bytes())  # Windows keeps files as they are while they are mapped
+    weights = load(path.read_bytes())  # Windows can't replace a file that is mapped
     for name, weight in weights.items():
         if name.endswith(("gate_proj.weight", "up_proj.weight", ".w1.weight", ".w3.weight")):
             weights[name] = weight * factor
@@ -83,7 +83,7 @@ def test_products_beyond_the_range_of_float16_pass(
         rows = stage.forward(StageInput(None, hidden, (SequenceRows(0, 6, (2,)),)))
         results.append(rows.cpu())
     assert results[1].isfinite().all()
-    # What is added to all rows before it has far more than float16 holds, or as usual.
+    # What a layer adds to rows far exceeds float16, or is as usual.
     largest = float(results[0].abs().max())
     assert (largest > 1e5) == (factor > 1 and family != "gemma2")
     assert float((results[1] - results[0]).abs().max()) < 2e-3 * largest

@@ -1,4 +1,4 @@
-"""A real model from its GGUF file: molink reads it as transformers does, which shares no code."""
+"""A real model's GGUF file gives transformers' results; the two implementations share no code."""
 
 import threading
 from pathlib import Path
@@ -29,7 +29,7 @@ def test_tokens_logits_and_text(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     read = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model)
     found = model.load_state_dict(read["tensors"], strict=False)
-    assert found.missing_keys in ([], ["lm_head.weight"])  # it is the embedding
+    assert found.missing_keys in ([], ["lm_head.weight"])  # it is tied to the embedding
     model.eval()
     folder = import_gguf(path, tmp_path, NullCounter(), threading.Event())
     tokenizer = Tokenizer.open(folder)

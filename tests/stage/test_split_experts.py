@@ -1,4 +1,4 @@
-"""Experts that partly lie in host memory give the same as if all were on the device."""
+"""Experts that partly are in host memory give the same results as on the device."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -16,8 +16,8 @@ from tests.support.models import MakeModel
 from tests.support.stage import Ring
 
 BLOCKS = tuple(range(8))
-#: Also with a shared expert, weighted by a gate; a first layer without experts; experts that
-#: are chosen in turn, and such whose input is scaled; and latents in a layer without attention.
+#: With a shared expert that a gate weights; with a first layer without experts; with experts chosen
+#: in turn, or with scaled inputs; and with latents in a layer without attention.
 FAMILIES = (
     "qwen3_moe",
     "mixtral",
@@ -90,7 +90,7 @@ def test_experts_that_are_used_more_move_to_the_device(
     expected = run_steps(make_ring(folder), tokens)
     ring = make_ring(folder, host_experts=6)
     (stage,) = ring.stages
-    assert not stage.swap_next_experts()  # nothing is known
+    assert not stage.swap_next_experts()  # no choices are recorded yet
     one, prompt = tokens[3], [SequenceRows(0, 1, BLOCKS[:4])]
     for _ in range(40):  # always the same three experts
         ring.run([one], prompt)
@@ -98,7 +98,7 @@ def test_experts_that_are_used_more_move_to_the_device(
     swaps = 0
     while stage.swap_next_experts():
         swaps += 1
-    assert 0 < swaps <= 2 * len(find_split(ring))  # there are two places
+    assert 0 < swaps <= 2 * len(find_split(ring))  # two experts are on the device
     assert stage.resident_share == pytest.approx(2 / 3)
     assert before < 2 / 3
     assert torch.equal(run_steps(ring, tokens), expected)
@@ -110,7 +110,7 @@ def test_use_is_forgotten_and_small_differences_move_nothing() -> None:
     use = ExpertUse(4, 2)
     assert use.resident_share == 0.0
     use.record_choices(torch.tensor([10, 20, 24, 5]))
-    assert use.find_swap() is None  # only 14 times more
+    assert use.find_swap() is None  # 14 more choices are too few
     use.record_choices(torch.tensor([0, 0, 2, 0]))
     assert use.find_swap() == (0, 2)
     use.swap_places(0, 2)
@@ -123,7 +123,7 @@ def test_use_is_forgotten_and_small_differences_move_nothing() -> None:
     assert ExpertUse(4, 4).find_swap() is None
 
 
-def test_bytes_are_counted_where_they_lie(make_model: MakeModel, tmp_path: Path) -> None:
+def test_bytes_are_counted_by_their_device(make_model: MakeModel, tmp_path: Path) -> None:
     folder = ModelFolder.open(make_model(tmp_path, "qwen3_moe"))
     whole = Stage.load_layers(folder, (0, 2), dtype="f32")
     split = Stage.load_layers(folder, (0, 2), dtype="f32", host_experts=6)

@@ -1,4 +1,4 @@
-"""What each device computes in, and what a pipeline's rows travel in."""
+"""The type that each device computes in, and the type of rows between stages."""
 
 import pytest
 import torch

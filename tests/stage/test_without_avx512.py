@@ -1,4 +1,4 @@
-"""Runs the kernels' tests once more on an emulated CPU without AVX-512."""
+"""Runs the kernels' tests again on an emulated CPU without AVX-512."""
 
 import os
 import re
@@ -12,7 +12,7 @@ from molink.cpu_isa import AVX2_ONLY, avx2_only
 from molink.stage.cpu_kernels.compiler import host_features
 
 ROOT = Path(__file__).resolve().parents[2]
-#: Tests that depend on the CPU beyond the kernels that other tests compile for AVX2.
+#: Tests that depend on the CPU, other than those that compile for AVX2 anyway.
 FILES = (
     "linear",
     "diagnostics/test_parity.py",

@@ -90,7 +90,7 @@ def test_unpredictive_prompts_use_all_answers(seed: int, tokens: int) -> None:
 
 @pytest.mark.parametrize(("told", "similar"), [(0.03, False), (0.3, True)])
 def test_threshold_of_explained_variance(told: float, similar: bool) -> None:
-    """Of the variance of log lengths, with prompts of two lengths."""
+    """Prompts of two lengths explain the part ``told`` of the variance of log answer lengths."""
     rng, lengths = random.Random(1), AnswerLengths()
     for index in range(MAX_ANSWERS):
         long = index % 2

@@ -31,7 +31,7 @@ class Queue:
     def admit(self) -> RequestState:
         state = self.policy.choose_admitted(self.waiting, 0.0)
         assert state is not None
-        assert self.policy.choose_admitted(self.waiting, 0.0) is state  # queries change nothing
+        assert self.policy.choose_admitted(self.waiting, 0.0) is state  # a query changes no state
         self.waiting.remove(state)
         self.policy.on_issued(state, 0.0)
         self.policy.on_issued(state, 0.0)
@@ -64,7 +64,7 @@ def test_another_client_comes_by_its_share() -> None:
     queue.policy.on_issued(preempted, 0.0)
     first = queue.arrive(0)
     queue.arrive(95, "other")
-    queue.waiting.sort(key=lambda state: state.peer)  # as fair shares may order them
+    queue.waiting.sort(key=lambda state: state.peer)  # an order that fair shares may give
     assert queue.admit() is first
 
 
@@ -99,14 +99,14 @@ def test_ended_requests_are_dropped() -> None:
 
 @given(st.lists(st.integers(0, 100), min_size=1, max_size=40), st.integers(0, 100))
 def test_no_request_starves(before: list[int], cached: int) -> None:
-    """Under any further arrivals."""
+    """Under any later arrivals."""
     queue = Queue()
     for each in before:
         queue.arrive(each)
     mine = queue.arrive(cached)
     group = min(GROUPS - 1, GROUPS * cached // 100)
     ahead = sum(min(GROUPS - 1, GROUPS * each // 100) == group for each in before)
-    # While it waits, group g is admitted at most g + 1 times for each of its own, and once more.
+    # While it waits, group g gets at most g + 1 admissions for each one of its own group, plus one.
     most = sum((other + 1) / (group + 1) * (ahead + 1) + 1 for other in range(GROUPS))
     for _ in range(int(most) + 1):
         for other in (99, 85, 0, 35):

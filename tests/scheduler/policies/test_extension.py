@@ -78,13 +78,13 @@ def volumes(batch: MicroBatch | None) -> list[Volume]:
 
 
 def keys(scheduler: Scheduler, volume: Volume) -> list[str]:
-    """The requests of its rows, in order."""
+    """Keys of the volume's requests, in order of its rows."""
     requests = [scheduler._queues.get_by_id(rows.request) for rows in volume.slices]
     return [state.key for state in requests if state is not None]
 
 
 def back(scheduler: Scheduler, volume: Volume, now: float = 0.0) -> None:
-    """Return it, with a token for each sampled row."""
+    """Return the volume, with a token for each sampled row."""
     sampling = [rows for rows in volume.slices if rows.sample]
     choices = tuple(SampledId(rows.request, rows.start + rows.count, 50) for rows in sampling)
     scheduler.on_sampled(SamplerOutput(volume.seq, choices), {}, now)
@@ -118,7 +118,7 @@ def test_the_policy_orders_decoding() -> None:
     decode, prefill = volumes(scheduler.next_batch(0.0))
     assert keys(scheduler, prefill) == ["c", "b"]
     back(scheduler, prefill)
-    back(scheduler, decode)  # "a" is the last to return, and still runs last
+    back(scheduler, decode)  # "a" returns last, and still runs last
     (decode,) = volumes(scheduler.next_batch(0.0))
     assert keys(scheduler, decode) == ["c", "b", "a"]
 
@@ -171,7 +171,7 @@ def test_the_policy_selects_the_preempted_request() -> None:
 
 
 def test_idle_requests_can_be_preempted_for_waiting_ones() -> None:
-    """Before it enters a volume again."""
+    """It is preempted before it enters another volume."""
     scheduler = make_scheduler(LastComeFirstServed(), max_num_seqs=1)
     submit(scheduler, "a")
     back(scheduler, volumes(scheduler.next_batch(0.0))[0])

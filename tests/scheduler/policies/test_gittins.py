@@ -21,7 +21,7 @@ TIMES = RingTimes((STAGE,), (), 0)
 
 
 def gittins(*answers: tuple[int, int], room: int = 64, places: int = 1) -> Gittins:
-    """A policy with enough answers, prompt and answer length."""
+    """A policy that knows enough answers of each (prompt length, answer length)."""
     lengths = AnswerLengths()
     for prompt, answer in answers * MAX_SIMILAR:
         lengths.add_answer(prompt, answer)
@@ -131,7 +131,7 @@ def test_requests_beyond_the_usual_length_go_last() -> None:
 
 @pytest.mark.parametrize(("prompt", "gives_way"), [(1, True), (32, False)])
 def test_preemption_accounts_for_the_restore_cost(prompt: int, gives_way: bool) -> None:
-    """The running one has 30 tokens left; 3 are expected of the waiting one."""
+    """The running request has 30 tokens left; the waiting one is expected to have 3."""
     policy = gittins((prompt, 32), (2000, 3), places=32, room=1 << 20)
     runs, waits = make(policy, "r", prompt), make(policy, "w", 2000, cached=1999)
     now = run(policy, runs, 0.0, 2)
@@ -148,7 +148,7 @@ def test_host_memory_makes_preemption_cheaper() -> None:
     now = run(policy, runs, 0.0, 2)
     found = policy.choose_preempted(waits, [runs], 1, now)
     assert found is not None
-    # It is restored sooner than one that must be recomputed.
+    # Restoring it from host memory is quicker than recomputing it.
     runs.phase = "waiting"
     recomputed = policy.rank_request(runs, now)
     runs.host_copy = HostCopy((0,), 33)
@@ -156,7 +156,7 @@ def test_host_memory_makes_preemption_cheaper() -> None:
 
 
 def test_a_partial_host_copy_leaves_the_rest_to_compute() -> None:
-    """Otherwise a waiting request would seem nearer to its end than after its return."""
+    """Otherwise a waiting request would seem nearer to its end than it is after its readmission."""
     policy = gittins((32, 4), places=32, room=1 << 20)
     policy.set_restore_cost(lambda state: 0.5 if state.host_copy is not None else None)
     state = make(policy, "a", 32)
@@ -172,7 +172,7 @@ def test_a_partial_host_copy_leaves_the_rest_to_compute() -> None:
 
 
 def test_a_single_early_end_does_not_set_the_index() -> None:
-    """Of 64 similar ones, one ends next, the others after 270 more tokens."""
+    """Of 64 similar requests, one ends next, and the others after 270 more tokens."""
     lengths = AnswerLengths()
     for answer in (31, *[300] * (MAX_SIMILAR - 1)):
         lengths.add_answer(1, answer)
@@ -206,7 +206,7 @@ def test_promoted_requests_preempt_others() -> None:
 def test_a_long_idle_request_is_promoted_for_its_service_time() -> None:
     policy = gittins()
     a, b = make(policy, "a", 4), make(policy, "b")
-    patience = PROMOTION_QUANTA * 5.0  # a prompt of four rows, and a token
+    patience = PROMOTION_QUANTA * 5.0  # a prompt of four rows and one token
     assert order(policy, [a, b], patience - 0.1) == "ba"
     now = patience + 32.0
     c = make(policy, "c", now=now)
@@ -226,7 +226,7 @@ def test_stalled_requests_are_not_promoted() -> None:
 
 
 def test_next_scheduled_is_when_earlier_requests_are_done() -> None:
-    """Four slots, a token costs a quarter of a second of the ring; there are six requests."""
+    """Four slots and six requests; a token costs a quarter of a second of the ring."""
     policy = gittins((1, 4), places=4, room=1 << 20)
     requests = [make(policy, key) for key in "abcdef"]
     scheduled = policy.estimate_next_scheduled(requests[3:], 4, 0.0)
@@ -257,7 +257,7 @@ def test_a_token_costs_the_mean_memory_share() -> None:
 
 
 def test_tokens_of_earlier_epochs_count_as_answer() -> None:
-    """It has 6 of 100 tokens, and may generate 2 more."""
+    """6 of the expected 100 tokens exist, and at most 2 more are allowed."""
     policy = gittins((4, 100))
     tokens = tuple(range(10))
     state = arrived(make_state("d", "resumed", tokens, 4, 2, SamplingParams()))
@@ -267,7 +267,7 @@ def test_tokens_of_earlier_epochs_count_as_answer() -> None:
 
 
 def test_promotion_takes_at_least_alpha() -> None:
-    """Sixteen iterations of a fast ring end long before."""
+    """Sixteen iterations of a fast ring take much less time than ``ALPHA``."""
     policy = gittins()
     quick = Profile(decode=((1, 1e-3), (64, 1e-3)), prefill=((1, 1e-3), (8, 8e-3)))
     policy.set_times(RingTimes((quick,), (), 0))
@@ -304,7 +304,7 @@ def test_each_chunk_reduces_the_remaining_prompt() -> None:
 )
 @settings(max_examples=12, deadline=None)
 def test_no_request_starves(prompts: list[int], answers: list[tuple[int, int]], every: int) -> None:
-    """A request idle for that long waits only for earlier promotions, each for one service time."""
+    """After that time, it waits only for earlier promotions, each for one service time."""
     policy, now = gittins(*answers), 0.0
     requests = [make(policy, str(number), tokens) for number, tokens in enumerate(prompts)]
     watched, came = list(requests), [0.0] * len(requests)

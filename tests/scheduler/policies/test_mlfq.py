@@ -167,7 +167,7 @@ class Server:
         self.states: list[RequestState] = []
         #: Since when each request has waited.
         self.since: dict[RequestState, float] = {}
-        #: Each wait: the request, and its begin and end.
+        #: Each wait: the request, its begin and its end.
         self.waits: list[tuple[RequestState, float, float]] = []
 
     def add(self, state: RequestState) -> None:
@@ -196,7 +196,7 @@ def test_a_long_prompt_progresses_among_endless_short_ones(alpha: float) -> None
         server.step()
     begun = [end for state, _, end in server.waits if state is long]
     patience = PROMOTION_QUANTA * 8.0
-    if alpha < 1:  # one more request waits every second, and is promoted after 32 s for 2 s
+    if alpha < 1:  # another request waits every second; it is promoted after 32 s, for 2 s
         assert patience < begun[0] <= patience + 2 * (patience - 32)
     else:
         assert not begun
@@ -244,7 +244,7 @@ def test_the_first_decode_preempts_the_last() -> None:
 )
 @settings(max_examples=8, deadline=None)
 def test_no_request_starves(prompts: list[int], alpha: float, every: int, naive: bool) -> None:
-    """After that wait only earlier promotions precede it, each once.
+    """After a bounded wait only requests promoted earlier precede it, each once.
 
     The wait is ``alpha`` or :data:`PROMOTION_QUANTA` quanta of its queue; each promoted request
     runs for at most its own quantum and an iteration, while others keep arriving.

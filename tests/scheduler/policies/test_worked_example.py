@@ -21,7 +21,7 @@ SECOND_PER_ROW = Profile(decode=((1, 1.0),), prefill=((1, 1.0), (8, 8.0)))
 PROMPTS = {"a": 5, "b": 1, "c": 2}
 ANSWER = 2
 
-#: What runs from when to when.
+#: Schedules: (request, start, end) of each iteration.
 FCFS = [("a", 0, 5), ("a", 5, 6), ("b", 6, 7), ("b", 7, 8), ("c", 8, 10), ("c", 10, 11)]
 # All start in queue 1 and move to queue 2 after their prompts, a first.
 MLFQ = [("a", 0, 5), ("b", 5, 6), ("c", 6, 8), ("a", 8, 9), ("b", 9, 10), ("c", 10, 11)]
@@ -31,17 +31,18 @@ SKIP_JOIN = [("b", 0, 1), ("c", 1, 3), ("b", 3, 4), ("c", 4, 5), ("a", 5, 10), (
 FIXED = [("b", 0, 1), ("b", 1, 2), ("c", 2, 4), ("c", 4, 5), ("a", 5, 10), ("a", 10, 11)]
 # 6, 2 and 3 seconds remain.
 SRPT = FIXED
-# Answers are bounded by two tokens, and assumed to be that long: as if they were known.
+# With a limit of two tokens, answers are assumed to be that long: the same as known lengths.
 LIMITED = FIXED
-# Unknown answers are expected to have one token, then as many again, each yielding one over all of
-# them: 5, 1 and 2 seconds per token at first; for three tokens two more seconds each after one.
+# An answer of unknown length is expected to have one token, and then to double. The expected
+# seconds per token are 5, 1 and 2 at first. After one token, two more are expected at a second
+# each.
 UNKNOWN = [("b", 0, 1), ("c", 1, 3), ("a", 3, 8), ("a", 8, 9), ("b", 9, 10), ("c", 10, 11)]
 # Known answers of two tokens take 6, 2 and 3 seconds for the first, then one.
 KNOWN = FIXED
 
 
 def schedule(policy: SchedulingPolicy, most: int = ANSWER) -> list[tuple[str, float, float]]:
-    """The schedule if clients allow ``most`` tokens."""
+    """The schedule if clients allow at most ``most`` tokens."""
     now = 0.0
     policy.set_times(RingTimes((SECOND_PER_ROW,), (), 0))
     requests = []

@@ -33,7 +33,7 @@ def test_the_longest_match_is_continued_up_to_the_end_of_its_answer() -> None:
 def test_most_matches_decide_and_give_the_probability() -> None:
     made = history([1, 2, 5, 6], [1, 2, 5, 7], [1, 2, 8, 9])
     found = made.propose_drafts(HOME, [0, 1, 2], 8)
-    assert found.tokens == [5, 7]  # the latest of those
+    assert found.tokens == [5, 7]  # the continuation of the latest occurrence
     assert found.first_probability == pytest.approx((2 - 0.8) / 3)
     sure = history(*([1, 2, 3, 4, 5],) * 4).propose_drafts(HOME, [1, 2, 3, 4], 8)
     assert sure.tokens == [5]
@@ -41,10 +41,10 @@ def test_most_matches_decide_and_give_the_probability() -> None:
     assert sure.evidence == MAX_NGRAM - 1
 
 
-def test_an_answer_begins_as_others_after_the_same_end_of_a_prompt() -> None:
+def test_an_answer_starts_like_earlier_ones_after_the_same_prompt_end() -> None:
     made = history([10, 11, 12, 13, 1, 2], prompt=4)
     assert made.propose_drafts(HOME, [20, 12, 13], 8).tokens == [1, 2]
-    # Nothing else of a prompt is kept, nor a request without an answer.
+    # Nothing else is kept of a prompt, and nothing of a request without an answer.
     made.add_answer(HOME, [30, 31, 32, 33, 34, 35, 1], 6)
     made.add_answer(HOME, [40, 41], 2)
     assert not made.propose_drafts(HOME, [30, 31], 8).tokens
@@ -75,7 +75,7 @@ def test_old_answers_are_dropped() -> None:
 
 
 @given(
-    # 64 occurrences are compared; no token occurs so often.
+    # At most 64 occurrences are compared; in these texts no token occurs more often.
     st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=15), max_size=4),
     st.lists(st.integers(0, 3), min_size=1, max_size=6),
 )

@@ -16,7 +16,7 @@ from molink.scheduler.speculation.speculation import Speculation
 from molink.wire.messages.data_plane import SamplingParams
 from tests.support.request_states import arrived, make_state
 
-#: A row takes 1 ms more at each of two stages, a draft model pass 2 ms.
+#: Each row adds 1 ms at each of two stages; a pass of the draft model takes 2 ms.
 STAGE = Profile(decode=((1, 0.010), (101, 0.110)), prefill=((16, 0.040), (116, 0.240)))
 FAR, NEAR = ((LinkFacts(seconds, None),) * 2 for seconds in (0.1, 0.0))
 ROOM = 100
@@ -82,7 +82,7 @@ def answer(of: Speculation, order: DraftBatch, *tokens: int, chance: float = 0.5
 
 
 def run_iteration(of: Speculation, one: RequestState, right: int) -> list[int]:
-    """The drafts of one request in an iteration, of which ``right`` are right."""
+    """Run one request's iteration, in which ``right`` drafts are right; returns the drafts."""
     order = asked(of, [one])
     if order is not None:
         answer(of, order, 7, 8, 9)
@@ -113,7 +113,7 @@ def test_a_request_waits_for_the_draft_model() -> None:
 
 
 def test_further_drafts_must_pay_off() -> None:
-    # A pass of 2 ms and a row of 2 ms, in a round trip of 220 ms, and in one of 20 ms.
+    # A pass takes 2 ms and a row 2 ms; the round trip takes 220 ms, or 20 ms.
     for links, least in ((FAR, 1.2 * 4 / 220), (NEAR, 1.2 * 4 / 20)):
         order = asked(speculation(links), [new_state()])
         assert order is not None
@@ -121,11 +121,12 @@ def test_further_drafts_must_pay_off() -> None:
 
 
 def test_a_costly_model_is_not_used() -> None:
-    # A request is expected to bring 1.2 tokens, for three passes and rows: 1.8 times its cost.
+    # A request is expected to gain 1.2 tokens by three passes and rows, which is 1.8 times their
+    # cost.
     assert asked(speculation(pass_s=0.040), [new_state()]) is not None
     assert asked(speculation(pass_s=0.060), [new_state()]) is None
     assert asked(speculation(NEAR, pass_s=0.008), [new_state()]) is None
-    # Volumes that keep the stages busy all the time.
+    # These volumes keep the stages busy all the time.
     assert asked(speculation(NEAR), [new_state() for _ in range(20)], load(20, 2)) is None
 
 
@@ -180,10 +181,10 @@ def test_a_wrong_model_is_used_rarely() -> None:
     first, drafted = new_state(), 0
     for _ in range(400):
         drafted += bool(run_iteration(made, first, 0))
-    # A retry costs a 50th of a round trip here, for the draft and its row.
+    # A retry costs a 50th of a round trip, for one draft and its row.
     assert 5 < drafted < 120
     assert made.draft_queue.draft_seconds < 0.01 * 400 * 0.22
-    # The next request uses the shared record.
+    # Other requests share the record of wrong drafts.
     other, drafted = new_state(), 0
     for _ in range(50):
         drafted += bool(run_iteration(made, other, 0))
@@ -224,7 +225,7 @@ def test_long_prompts_are_sent_in_the_background() -> None:
         assert not made.draft_queue.is_waiting(one)
         answer(made, order)
     assert known == [(0, 512, False), (512, 488, False), (1000, 0, True)]
-    # Reading takes 0.1 ms per token; within 64 tokens some 20 ms each must be saved.
+    # Prefilling takes 0.1 ms per token, so each of the next 64 tokens must save about 20 ms.
     assert asked(speculation(), [new_state(100_000)]) is None
 
 
@@ -259,7 +260,7 @@ def test_ended_requests_are_dropped() -> None:
     after = made.draft_queue.pop_batch()
     assert after == DraftBatch(finished=(order.requests[0].request,))
     made.draft_queue.on_results(DraftResults())
-    # One that ends before the request is sent.
+    # This one ends before its draft request is sent.
     other.tokens.append(9)
     made.ask_draft_model([other], load())
     made.draft_queue.drop_request(other)

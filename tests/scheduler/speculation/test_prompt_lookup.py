@@ -28,7 +28,7 @@ def test_the_latest_longest_match_is_continued() -> None:
 
 
 @given(
-    # 64 occurrences are compared; no n-gram of these occurs so often.
+    # At most 64 occurrences are compared; in these texts no n-gram occurs more often.
     st.lists(st.integers(0, 3), min_size=1, max_size=60),
     st.integers(1, 60),
     st.integers(1, 5),

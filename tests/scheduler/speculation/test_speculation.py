@@ -17,7 +17,7 @@ from molink.scheduler.speculation.speculation import Speculation
 from molink.wire.messages.data_plane import SamplingParams
 from tests.support.request_states import arrived, make_state
 
-#: A row takes 1 ms more at each of two stages; in a chunk with whole tiles of 16, 2 ms.
+#: Each row adds 1 ms at each of two stages; in a chunk, 2 ms in full tiles of 16.
 STAGE = Profile(decode=((1, 0.010), (101, 0.110)), prefill=((16, 0.040), (116, 0.240)), tile=16)
 FAR = (LinkFacts(0.1, None),) * 2
 NEAR = (LinkFacts(0.0, None),) * 2
@@ -33,7 +33,7 @@ class Counts:
 
 
 class Sure(RequestDrafter):
-    """Each draft is right with this probability."""
+    """Each draft is right with probability ``sure``."""
 
     def __init__(self, source: DraftSource, sure: float) -> None:
         super().__init__(source)
@@ -52,7 +52,7 @@ class Sure(RequestDrafter):
 
 
 class Rises:
-    """Each token is one more than the previous one."""
+    """Drafts tokens that each are one more than the one before."""
 
     def propose_drafts(self, tokens: Sequence[int], count: int) -> DraftProposal:
         return DraftProposal(list(range(tokens[-1] + 1, tokens[-1] + 1 + count)), 9)
@@ -76,7 +76,7 @@ def pipelined(links: Sequence[LinkFacts] = FAR) -> Speculation:
 
 
 def make_states(count: int, chance: float = 0.0) -> list[RequestState]:
-    """Requests whose drafts are right with ``chance``; 0 for unknown ones."""
+    """Requests whose drafts are right with ``chance``; 0 means that nothing is known."""
     made = []
     for index in range(count):
         state = arrived(
@@ -96,21 +96,21 @@ def counts(
 
 
 def test_latency_bound_rings_have_room_for_drafts() -> None:
-    # A round trip takes 220 ms and a draft 2 more: worth it down to a probability of 0.011.
+    # A round trip takes 220 ms and a draft adds 2: worthwhile down to a probability of 0.011.
     alone = RingLoad(1, 1, 0)
     assert counts(speculation(), make_states(1, 0.9), alone) == [MAX_DRAFTS]
     assert counts(speculation(), make_states(1, 0.5), alone) == [5]
-    # The more of them are right, the more likely are the next.
+    # With more right drafts, the next ones are more likely to be right.
     assert counts(speculation(), make_states(1), alone) == [12]
     assert counts(speculation(), make_states(1, 0.01), alone) == [0]
 
 
 def test_compute_bound_rings_take_good_drafts_only() -> None:
-    # A round trip takes 20 ms, and a draft a tenth of it.
+    # A round trip takes 20 ms; a draft adds a tenth of it.
     alone = RingLoad(1, 1, 0)
     assert counts(speculation(NEAR), make_states(1, 0.9), alone) == [9]
     assert counts(speculation(NEAR), make_states(1, 0.1), alone) == [0]
-    # Beside 20 rows in each of two volumes: 2 ms of 58 for 20 tokens.
+    # Beside 20 rows in each of two volumes a row costs 2 ms of 58 ms, in which 20 tokens are made.
     full = RingLoad(20, 2, 0)
     assert sum(counts(speculation(NEAR), make_states(20, 0.9), full)) > 0
     assert sum(counts(speculation(NEAR), make_states(20, 0.8), full)) == 0
@@ -146,7 +146,7 @@ def test_unknown_stages_get_no_drafts() -> None:
 
 
 def test_piggybacked_chunks_limit_drafts_to_a_tile() -> None:
-    # One draft more than the chunk's tile takes 2 * 32 ms, 15 others nothing.
+    # 15 drafts fit into the chunk's tile for free; another one costs 2 * 32 ms.
     chunks = RingLoad(1, 1, 0, has_prefill=True)
     assert counts(speculation(), make_states(1, 0.9), chunks) == [MAX_DRAFTS]
     assert counts(speculation(), make_states(1, 0.36), chunks) == [4]
@@ -183,7 +183,7 @@ FORCED = [7, 8, 9]
 
 
 def test_forced_tokens_pay_off_without_a_margin() -> None:
-    # Beside 20 rows in each of two volumes, one row more is worth a token and costs less.
+    # Beside 20 rows in each of two volumes, a further row yields a token and costs less than one.
     full = RingLoad(20, 2, 0)
     given = make_states(20)
     made = speculation(NEAR)
@@ -259,7 +259,7 @@ def ahead(
 
 
 def make_in_flight(chance: float, path: int) -> RequestState:
-    """A request with drafts in flight."""
+    """A request with ``path`` drafts in flight."""
     (state,) = make_states(1, chance)
     assert state.drafter is not None
     state.draft_path = list(state.drafter.propose_drafts(state.tokens, 99))[:path]
@@ -267,7 +267,7 @@ def make_in_flight(chance: float, path: int) -> RequestState:
 
 
 def test_likely_paths_get_lookahead() -> None:
-    # A round trip takes 220 ms, and a volume of 6 rows 15, half of which delays others: 0.033.
+    # A round trip takes 220 ms. A volume of 6 rows takes 15 ms, half of which delays others: 0.033.
     made = pipelined()
     assert ahead(made, [make_in_flight(0.9, 15)]) == [6]
     assert ahead(made, [make_in_flight(0.9, 35)]) == [0]
@@ -283,7 +283,7 @@ def test_the_most_likely_path_gets_lookahead() -> None:
 
 
 def test_busy_rings_get_no_lookahead() -> None:
-    # Four fifths of a round trip are 176 ms.
+    # Four fifths of a round trip take 176 ms.
     assert ahead(pipelined(), [make_in_flight(0.9, 2)], [1, *[15] * 6]) == [6]
     assert ahead(pipelined(), [make_in_flight(0.9, 2)], [1, *[15] * 7]) == [0]
     assert ahead(pipelined(NEAR), [make_in_flight(0.9, 2)]) == [0]
@@ -293,7 +293,7 @@ def test_lookahead_respects_max_tokens() -> None:
     made, state = pipelined(), make_in_flight(0.9, 2)
     state.num_credited = len(state.tokens)
     state.credit_window = 7
-    # Two drafts, four more, and the token after them.
+    # Room for two drafts, four lookahead tokens, and the token after them.
     assert ahead(made, [state]) == [4]
     state.request, state.credit_window = replace(state.request, max_tokens=5), 1 << 20
     assert ahead(made, [state]) == [2]
@@ -304,7 +304,7 @@ def test_used_up_proposals_are_extended() -> None:
     assert ahead(made, [state]) == [0]
     state.tokens += state.draft_path[:90]
     del state.draft_path[:90]
-    # It proposes other tokens now than are in flight.
+    # Its drafter now proposes other tokens than those in flight.
     assert ahead(made, [state]) == [0]
     state = make_in_flight(0.99, 0)
     state.drafter = Sure(Rises(), 0.99)

@@ -1,4 +1,4 @@
-"""A backend beside plain masked softmax in float32, over a pool full of NaN."""
+"""A backend compared with plain masked softmax in float32, over a pool full of NaN."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ from molink.stage.batch import SequenceRows
 from molink.stage.kv_pool import KVPool
 from molink.stage.kv_quantizer import dequantize_rows, quantize_rows
 
-#: (tokens before, rows now) of each sequence of a forward.
+#: (cached tokens, new rows) of each sequence of a forward.
 Requests = Sequence[tuple[int, int]]
 
 
@@ -47,7 +47,7 @@ def dense(
     window: int,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Rows ``[count, heads, d]`` are the last of ``[length, kv_heads, d]``."""
+    """Plain attention of rows ``[count, heads, d]``, the last of ``[length, kv_heads, d]``."""
     count, length = len(queries), len(keys)
     repeated = [part.repeat_interleave(shape.groups, dim=1).float() for part in (keys, values)]
     scores = torch.einsum("qhd,khd->hqk", queries.float(), repeated[0]) * shape.scale
@@ -67,9 +67,9 @@ def dense(
 def fill(
     pool: KVPool, table: Sequence[int], both: Tensor, first: int, layer: int, begun: int | None
 ) -> None:
-    """Keys and values ``[length, 2, kv_heads, d]`` of positions ``first …``, as a stage would.
+    """Write keys and values ``[length, 2, kv_heads, d]`` of positions ``first …`` as a stage does.
 
-    The block of position ``begun`` and all after it were cleared when they were begun.
+    Blocks from the one of position ``begun`` on are cleared first, as new blocks are.
     """
     size = pool.block_size
     if begun is not None:
@@ -91,7 +91,7 @@ def compare(
     atol: float = 1e-5,
     consecutive: bool = False,
 ) -> None:
-    """All layers of the backend give what the dense reference gives; nothing else is read."""
+    """Compare all layers with the dense reference; whatever else is read would give NaN."""
     generator = torch.Generator().manual_seed(seed)
     needed = [-(-(before + count) // block_size) for before, count in requests]
     blocks = sum(needed) + 3
@@ -111,7 +111,7 @@ def compare(
     sequences, tables = [], []
     for (before, count), many in zip(requests, needed, strict=True):
         tables.append([order.pop(0) for _ in range(many)])
-        # The stage's table may have blocks for rows to come.
+        # A stage's table may have blocks for rows to come.
         sequences.append(SequenceRows(before, count, [*tables[-1], 0]))
     prepared = backend.prepare_layers(sequences, block_size, dtype, torch.device(device))
     width = (shape.groups + 2) * shape.kv_heads

@@ -1,4 +1,4 @@
-"""Compiled attention gives what plain masked softmax gives, and reads nothing beyond."""
+"""Compiled attention gives the results of plain masked softmax, and reads nothing else."""
 
 from collections.abc import Callable
 from functools import cache
@@ -31,7 +31,7 @@ MIXES = {
     "fused": [(33, 1), (0, 30), (2, 1), (24, 11), (50, 1)],
     "long": [(250, 40), (600, 1), (511, 2), (255, 1)],
 }
-#: Arithmetic, what it wants of this CPU, what it is compiled for, and how exact it is.
+#: Arithmetic, required CPU features, compilation target, and tolerance.
 KINDS: dict[str, tuple[Arithmetic, tuple[str, ...], str | None, float]] = {
     "AVX512-BF16": (DotBf16(), ("avx512bf16", "avx512f"), None, 3e-2),
     "AVX512": (Float32(lanes=16, tile=12), ("avx512f",), None, 1e-5),
@@ -49,7 +49,7 @@ def compiled(shape: AttentionKernelShape, kind: str, threads: int) -> AttentionK
 
 
 class Backend:
-    """One for a shape, beside plain masked softmax."""
+    """A backend for a shape, compared with plain masked softmax."""
 
     def __init__(
         self, check: Callable[..., None], shape: AttentionShape, kind: str, threads: int = 1
@@ -101,7 +101,7 @@ def test_scores_that_are_bounded_and_sinks_that_take_their_share(
 @mixes
 @pytest.mark.parametrize("head_dim", [32, 128])
 def test_kv_in_8_bits(checked: Callable[..., Backend], kind: str, mix: str, head_dim: int) -> None:
-    # Kernels for bf16 round dequantized keys to bf16, and wider heads add up more of that.
+    # bf16 kernels round dequantized keys to bf16, and wider heads add up more rounding errors.
     wide = {"groups": 3, "windows": (0, 5, 64), "scale": 2 * head_dim**-0.5, "sinks": True}
     checked(kind, head_dim=head_dim, **wide, kv_cache_dtype="int8")(MIXES[mix])
 
@@ -187,7 +187,7 @@ def test_threads_have_like_shares(shape_of: Callable[..., AttentionShape]) -> No
 
 @kinds
 def test_scores_far_apart(checked: Callable[..., Backend], kind: str) -> None:
-    # Of scores of a thousand float32 rounds off a hundred times more.
+    # For scores of about a thousand, float32 rounding is a hundred times larger.
     checked(kind, head_dim=64, scale=30.0, windows=(0, 40))([(100, 3), (500, 30)], loose=10)
 
 

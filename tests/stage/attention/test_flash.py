@@ -1,4 +1,4 @@
-"""What the flash kernel is told, with a stand-in for it; on a GPU, what it makes of that."""
+"""Arguments of the flash kernel, with a fake kernel; on a GPU, the real kernel's results."""
 
 import math
 import sys
@@ -62,7 +62,7 @@ def test_decode_rows_are_packed_and_chunks_causal(
 
 
 def fake_cuda(monkeypatch: pytest.MonkeyPatch, kernel: Callable[..., Any] | None) -> torch.device:
-    """As if there were such a device and kernel: tensors stay on the CPU."""
+    """A fake device with a fake kernel: tensors stay on the CPU."""
     monkeypatch.setattr(probe, "find_kernel", lambda: kernel)
     asked = probe._difference
     monkeypatch.setattr(probe, "_difference", lambda *given: asked(*given[:-1], CPU))

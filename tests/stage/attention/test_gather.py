@@ -1,4 +1,4 @@
-"""Gathering gives what plain masked softmax gives, and reads nothing that it should not."""
+"""Gathering gives the results of plain masked softmax, and reads nothing else."""
 
 from collections.abc import Callable
 
@@ -21,7 +21,7 @@ MIXES = {
     "fused": [(33, 1), (0, 30), (2, 1), (24, 11), (50, 1)],
 }
 WINDOWS = (0, 1, 3, 4, 5, 8, 17, 64)
-#: A CPU's pool has another layout in bf16.
+#: In bf16 a CPU's pool has another layout.
 DTYPES = pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
 
 

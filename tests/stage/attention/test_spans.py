@@ -30,7 +30,7 @@ def test_with_a_window_only_its_blocks_are_read() -> None:
     assert span(0, 9, window=1) == Span(0, 1, (7,), 1, 2)
     assert span(0, 9, window=2) == Span(0, 1, (7,), 0, 2)
     assert span(0, 9, window=3) == Span(0, 1, (8, 7), 3, 6)
-    # The first row of a chunk sees furthest back.
+    # A chunk's first row has the earliest window.
     assert span(0, 9, 6, window=3) == Span(0, 6, (8, 7, 6), 3, 11)
 
 
@@ -46,7 +46,7 @@ def test_rows_that_suit_each_other_run_together() -> None:
     wide = [Span(row, 1, range(many), 0, 1) for row, many in enumerate([2, 300, 3, 290, 1])]
     kept = [[s.row for s in bucket] for bucket in bucket_spans(wide, 4, 1 << 62)]
     assert kept == [[1, 3], [0, 2, 4]]
-    # A limit on what is gathered at once; a single row may be beyond it.
+    # A limit on what is gathered at once; a single row may exceed it.
     kept = [[s.row for s in bucket] for bucket in bucket_spans(wide, 4, 24)]
     assert kept == [[1], [3], [0, 2], [4]]
     assert bucket_spans([], 4, 24) == []

@@ -27,7 +27,7 @@ def test_the_best_of_what_is_seen_is_chosen(monkeypatch: pytest.MonkeyPatch, sha
     generator = torch.Generator().manual_seed(0)
     choice, rows = make_choice(generator), slice(1, 1 + ROWS)
     keys = torch.randn(1 if shared else ROWS, POSITIONS, 8, generator=generator)
-    # The first two rows see fewer positions than they can choose.
+    # The first two rows have fewer positions than they may choose.
     mask = torch.full((ROWS, POSITIONS), -math.inf).triu(3)
     restricted = choice.restrict_mask(mask, rows, keys)
     for row in range(ROWS):

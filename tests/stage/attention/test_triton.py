@@ -1,4 +1,4 @@
-"""Attention over pages by Triton: on a GPU if there is one, else in Triton's interpreter."""
+"""Paged attention by Triton: on a GPU if there is one, otherwise in Triton's interpreter."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -34,7 +34,7 @@ MIXES = {
 
 @pytest.fixture(scope="module", autouse=True)
 def few_positions_split() -> Iterator[None]:
-    """Tiles are split over few positions, and the interpreter multiplies bf16."""
+    """Split tiles even for few positions, and multiply bf16 in the interpreter."""
     from molink.stage.attention import triton_attention as backend
 
     with pytest.MonkeyPatch.context() as patch:
@@ -94,7 +94,7 @@ def test_kv_in_8_bits(
 def test_a_sink_without_weight_changes_nothing(shape_of: Callable[..., AttentionShape]) -> None:
     shape = shape_of(windows=(5,))
     pool = make_pool(shape, 20, 8)
-    # The last rows see nothing of the first row's block of positions.
+    # The last rows see nothing of the block of positions that the first row starts in.
     steps = [SequenceRows(50, 30, range(10)), SequenceRows(70, 1, range(10, 20))]
     heads = torch.randn(31, 8, 16, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     sinks = torch.full((4,), -torch.inf, device=DEVICE)
@@ -177,7 +177,7 @@ def test_the_static_form_gives_the_same(shape_of: Callable[..., AttentionShape])
     for lengths in ([100, 3, 0, 41], [7, 11, 2, 0], [111]):
         order = torch.randperm(29, generator=generator).tolist()
         steps = [SequenceRows(length, 1, order[index:]) for index, length in enumerate(lengths)]
-        # Padding rows use a block of nobody.
+        # Padding rows use a block that belongs to no request.
         padding = [SequenceRows(0, 1, (29,))] * (4 - len(steps))
         heads = torch.randn(4, 10, 16, generator=generator).to(DEVICE)
         numbers = torch.tensor(static.pack_tables([*steps, *padding]), dtype=torch.int32)
@@ -191,7 +191,7 @@ def test_the_static_form_gives_the_same(shape_of: Callable[..., AttentionShape])
 
 
 class Traffic(TorchDispatchMode):
-    """Bytes that torch's operators read and write, views aside, and how many they are."""
+    """Counts the bytes that torch operators other than views read and write, and the operators."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -205,7 +205,7 @@ class Traffic(TorchDispatchMode):
             self.operators += 1
             results = result if isinstance(result, tuple) else (result,)
             self.nbytes += sum(one.nbytes for one in results if isinstance(one, Tensor))
-            if "index_select" in str(function):  # which reads what it writes
+            if "index_select" in str(function):  # it reads as many bytes as it writes
                 self.nbytes += result.nbytes
             else:
                 self.nbytes += sum(one.nbytes for one in given if isinstance(one, Tensor))
@@ -243,7 +243,7 @@ def test_a_decode_step_copies_no_kv(
 
 
 class CountedLaunches:
-    """A kernel; launches are told."""
+    """A kernel whose launches are recorded."""
 
     def __init__(self, kernel: Any, name: str, tell: Callable[[str], None]) -> None:
         self._kernel, self._name, self._tell = kernel, name, tell
@@ -259,7 +259,7 @@ class CountedLaunches:
 
 
 def as_cuda(monkeypatch: pytest.MonkeyPatch) -> torch.device:
-    """As if there were a card without flash over pages: tensors stay where the tests run."""
+    """A fake card without paged flash attention: tensors stay on the tests' device."""
     monkeypatch.setattr(probe, "find_kernel", lambda: None)
     asked = probe._difference
     monkeypatch.setattr(probe, "_difference", lambda *given: asked(*given[:-1], DEVICE))

@@ -1,4 +1,4 @@
-"""Attention by Triton in its own sizes: which variants are compiled when, and a real card."""
+"""Attention by Triton at its own sizes: which variants are compiled when; and a real card."""
 
 from collections.abc import Callable
 from typing import Any
@@ -41,7 +41,7 @@ def test_the_check_compiles_all_variants(
 
         def __getitem__(self, grid: tuple[int, ...]) -> Any:
             def launch(*given: Any, **named: Any) -> None:
-                # Other arguments are numbers of the model, or not specialized.
+                # All other arguments are constants of the model, or not specialized.
                 variants.add((self._name, *named.items()))
                 if is_run:
                     self._kernel[grid](*given, **named)
@@ -108,7 +108,7 @@ def test_tiles_are_split_until_they_fill_the_card(
     splits = launch.choose_splits(launch.positions, torch.device("cpu"))
     assert splits == expected
     if splits > 1:
-        # Results, written and read, are few bytes beside keys and values in 16 bits.
+        # Output and partial results are few bytes compared with 16-bit keys and values.
         results = splits * launch.rows * shape.groups * (shape.head_dim + 2) * 4
         assert 2 * results <= 0.55 * launch.positions * 2 * shape.head_dim * 2
 
@@ -180,5 +180,5 @@ def test_a_card_uses_them(shape_of: Callable[..., AttentionShape], cuda: torch.d
     # Flash takes larger pages only.
     made = create_attention("auto", shape_of(head_dim=64), 16, torch.float16, cuda)
     assert isinstance(made, TritonAttention)
-    # Timing runs on a card, too; how it ends depends on the card.
+    # Timing works on a card, too; its result depends on the card.
     assert is_slower("triton", "gather", USUAL_SHAPES, torch.float16, cuda) in (True, False)

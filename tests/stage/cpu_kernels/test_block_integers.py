@@ -1,4 +1,4 @@
-"""Products of quantized weights and of rows in 8 bits: what they give, by all instructions."""
+"""Results of products of quantized weights and 8-bit rows, on every instruction set."""
 
 from functools import cache
 
@@ -24,7 +24,7 @@ from molink.stage.torch_dtypes import TORCH_DTYPES
 from tests.support.kernels import check_segments, require
 
 _WIDE = WidenedBf16(lanes=16, tile=10)
-#: Arithmetic of rows, instructions of integers, what they need, and features compiled for.
+#: Arithmetic of rows, integer instructions, required CPU features, and compilation target.
 _CPUS: dict[str, tuple[Arithmetic, IntegerInstructions, tuple[str, ...], str | None]] = {
     "AVX2": (
         WidenedBf16(),
@@ -72,7 +72,7 @@ def product(cpu: str, name: str, threads: int = 1) -> IntegerBlockMatMul:
 
 
 def stored(form: BlockFormat, blocks: int, fill: int | None = None) -> tuple[BlockCodes, Tensor]:
-    """Random weights, or with every code ``fill``, and what they are in float64."""
+    """Random weights, or weights with every code ``fill``, and their values in float64."""
     generator = torch.Generator().manual_seed(blocks)
     low = -128 if form.bits == 8 else 0
     shape = (_OUT, blocks, form.block)
@@ -114,7 +114,7 @@ def stored(form: BlockFormat, blocks: int, fill: int | None = None) -> tuple[Blo
 
 
 def rounded(rows: Tensor, group: int) -> Tensor:
-    """Rows in 8 bits by plain torch, as float64."""
+    """Round rows to 8 bits with plain torch; returns float64."""
     groups = rows.float().unflatten(1, (-1, group))
     peaks = groups.abs().amax(2, keepdim=True)
     codes = torch.where(peaks >= 1e-30, groups * (127 / peaks), torch.zeros(())).round()
@@ -176,7 +176,7 @@ def test_rows_of_any_size(
     multiply = product(cpu, name)
     generator = torch.Generator().manual_seed(seed)
     rows = torch.randn(count, blocks * multiply.form.block, generator=generator)
-    # Zeros, and magnitudes far apart.
+    # Zeros, and numbers of very different magnitudes.
     rows *= torch.randint(0, 2, rows.shape, generator=generator)
     check(multiply, blocks, (rows * 10.0**power).to(multiply.dtype))
 

@@ -1,4 +1,4 @@
-"""Products of weights in a GGUF file's blocks: what they give, on every kind of arithmetic."""
+"""Results of products with weights in GGUF blocks, on every kind of arithmetic."""
 
 from functools import cache
 
@@ -55,7 +55,7 @@ def product(cpu: str, form: BlockFormat, threads: int = 1) -> BlockMatMul:
 
 
 def stored(name: str, blocks: int) -> tuple[Tensor, Tensor]:
-    """Bytes of 96 rows, and the weights that they hold."""
+    """Bytes of 96 rows, and their weights."""
     kind = Kind[name.upper()]
     rows = random_rows(kind, (_ROWS, blocks * PACKED_TYPES[name].block_size))
     return torch.from_numpy(rows), torch.from_numpy(dequantize(rows, kind))
@@ -100,10 +100,10 @@ def test_results_equal_a_float32_product(cpu: str, name: str) -> None:
 
 
 def check(multiply: BlockMatMul, weight: Tensor, exact: Tensor) -> None:
-    """``weight`` is what holds the numbers ``exact``."""
+    """Compare products of ``weight`` with those of its numbers ``exact``."""
     generator = torch.Generator().manual_seed(0)
     bias = torch.randn(_ROWS, generator=generator)
-    # The rows' sums are far from 0: what is added to weights has to be right too.
+    # The rows' sums are far from 0, so that an error in the weights' offsets shows.
     given = torch.randn(31, exact.shape[1], generator=generator).add(0.5).to(multiply.dtype)
     wide = given.double() @ exact.double().T + bias
     peak = float(wide.abs().max())
@@ -115,14 +115,15 @@ def check(multiply: BlockMatMul, weight: Tensor, exact: Tensor) -> None:
         result = multiply(weight, given[:count], bias)
         assert result.dtype is multiply.dtype
         torch.testing.assert_close(result.double(), wide[:count], rtol=within, atol=within * peak)
-    # Many rows are multiplied in another way.
+    # Many rows take another code path.
     few = torch.cat(
         [multiply(weight, rows, bias) for rows in given.split(multiply.unpack_min_rows - 1)]
     )
     assert torch.equal(multiply(weight, given, bias), few)
 
 
-#: Of checkpoints that aren't GGUF: a group in runs, scales in both types, zero points.
+#: Formats of checkpoints other than GGUF: several runs per group, scales of both types, zero
+#: points.
 _OTHERS = (
     BlockFormat(4, 8, 128, 128, has_shifts=True),
     BlockFormat(4, 8, 64, 64, number_dtype="bf16"),
@@ -141,7 +142,7 @@ def test_groups_of_other_checkpoints(cpu: str, form: BlockFormat) -> None:
     high = low + 2**form.bits
     codes = torch.randint(low, high, (_ROWS, groups, form.group), generator=generator)
     scale = torch.rand(_ROWS, groups, generator=generator).to(TORCH_DTYPES[form.number_dtype])
-    # Zero points from the lowest code to the highest.
+    # Zero points from the lowest to the highest code.
     shift = torch.randint(-(2 ** (form.bits - 1)), 2 ** (form.bits - 1), scale.shape)
     shift *= form.has_shifts
     halves = (scale, shift.to(scale.dtype)) if form.has_shifts else (scale,)

@@ -1,4 +1,4 @@
-"""Compiled products: what they give, on every kind of arithmetic that this CPU can run."""
+"""Results of compiled products, on every kind of arithmetic that this CPU has."""
 
 import sys
 from functools import cache
@@ -63,7 +63,7 @@ def test_results_equal_a_float32_product(
 
 @kinds
 @teams
-@pytest.mark.parametrize("depth", [96, 2048])  # many rows of the latter are laid apart
+@pytest.mark.parametrize("depth", [96, 2048])  # row strides are padded at 2048
 def test_results_do_not_depend_on_other_rows(kind: str, threads: int, depth: int) -> None:
     multiply = product(kind, threads)
     weight = multiply.pack_weight(torch.randn(128, depth).to(multiply.weight_dtype))
@@ -95,7 +95,7 @@ def test_packed_columns_are_had_again(kind: str) -> None:
 
 
 def test_float16_is_exact_to_its_smallest_and_largest_numbers() -> None:
-    """Also those that have fewer bits of precision: F16C takes them as they are."""
+    """Also those with fewer bits of precision: F16C converts them exactly."""
     multiply = product("AVX2, float16", 1)
     weight = torch.arange(2**16).to(torch.uint16).view(torch.float16)
     weight = torch.where(weight.isfinite(), weight, 0).view(-1, 32)

@@ -1,4 +1,4 @@
-"""Code that shares work among an OpenMP library's threads, of either make: it is valid."""
+"""Generated code that shares work among the threads of either OpenMP library is valid."""
 
 import llvmlite.binding as llvm
 import pytest

@@ -1,4 +1,4 @@
-"""Compiled norms, gates and rotations give what torch gives in float32, rounded once."""
+"""Compiled norms, gates and rotations give torch's float32 results, rounded once."""
 
 from functools import cache
 
@@ -35,7 +35,7 @@ def rowwise(kind: str, threads: int, activation: Activation = "silu") -> Rowwise
 
 
 def within(made: RowwiseKernels) -> dict[str, float]:
-    """What its type rounds to."""
+    """Tolerances: the rounding of the kernels' type."""
     rounding = 2**-7 if made.dtype is torch.bfloat16 else 1e-5
     return {"rtol": rounding, "atol": 1e-6}
 

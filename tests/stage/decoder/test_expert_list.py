@@ -1,4 +1,4 @@
-"""Experts with quantized weights on a CPU: all at once as one by one, to the bit."""
+"""Experts with quantized weights on a CPU: one call for all gives each expert's bits."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ def project(create: object, name: str, out: int, width: int) -> BlockLinear:
 
 
 def make(create: object, *names: str) -> ExpertList:
-    """Experts whose weights are of these types in turn."""
+    """Experts with weights of these types in turn."""
     types = [names[index % len(names)] for index in range(COUNT)]
     return ExpertList(
         [

@@ -1,4 +1,4 @@
-"""Experts: each row goes through those it chose, the others aren't touched."""
+"""Each row goes through the experts that it chose, and no others run."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +22,7 @@ HIDDEN, INNER = 8, 6
 
 @dataclass
 class Spy:
-    """An expert that notes how many rows it is given."""
+    """An expert that records its numbers of rows."""
 
     capturable = True
 

@@ -1,4 +1,4 @@
-"""Norms in the rows' own type and, for 16-bit rows, in float32."""
+"""Norms in the rows' type and, for 16-bit rows, in float32."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Angles of rows: tables that grow, and dynamic scaling per request."""
+"""Rotation angles of rows: tables that grow, and dynamic scaling per request."""
 
 import math
 
@@ -65,7 +65,7 @@ def test_longrope_goes_by_what_a_request_may_reach() -> None:
     short, long = angles(rope, (0, 32)), angles(rope, (0, 33))
     assert not torch.equal(short, long[:32])
     assert torch.equal(angles(rope, (0, 32, 33)), long[:32])
-    # Requests of either length in one batch, with rows in any order.
+    # Requests of both lengths in one batch, with rows in any order.
     mixed = angles(rope, (0, 33), (4, 2), (8, 1, 40), (0, 32, 32))
     expected = torch.cat((long, short[4:6], long[8:9], short))
     assert torch.equal(mixed, expected)

@@ -1,4 +1,4 @@
-"""Attention backends against each other, by a clock that only they move."""
+"""Attention backends are compared by a clock that only they advance."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 
 class Clock:
-    """Backends by name, with the seconds of their decode steps and chunks."""
+    """Backends by name that take these seconds for a decode step and for a chunk."""
 
     def __init__(self, **seconds: tuple[float, float]) -> None:
         self.now = 0.0

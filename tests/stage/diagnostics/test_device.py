@@ -1,4 +1,4 @@
-"""What the daemon is told of a device."""
+"""What the daemon learns about a device."""
 
 import json
 from pathlib import Path
@@ -45,7 +45,7 @@ def test_bf16_support_is_reported(monkeypatch: pytest.MonkeyPatch, native: bool)
 
 @pytest.fixture
 def cards(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three pretend GPUs, whose kernels are not checked."""
+    """Three fake GPUs, whose kernels are not checked."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (index % 2 * 5 + 2, 9))

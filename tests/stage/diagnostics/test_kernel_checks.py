@@ -1,4 +1,4 @@
-"""What is wrong on a device is not used: the next one is, with a warning, and answers stay."""
+"""A kernel that fails on a device is replaced by the next one with a warning, and answers stay."""
 
 import json
 import logging
@@ -65,7 +65,7 @@ from tests.support.stage import Ring
 from tests.support.triton_device import DEVICE, needs_triton
 
 CPU = torch.device("cpu")
-#: The kernel that is broken, where, and how weights are quantized.
+#: By kernel: the function to break, and how weights are quantized.
 BROKEN = {
     "compiled-linear": (MatMul, "__call__", "none"),
     "compiled-rows": (RowwiseKernels, "normalize_rows", "none"),
@@ -94,7 +94,7 @@ def looked_at(folder: Path, path: Path, **options: Any) -> tuple[str, ...]:
 
 @pytest.fixture(autouse=True)
 def always_compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """However fast the other products are; nothing that was found wrong here is remembered."""
+    """Compiled kernels are used however fast others are; results of checks are not kept."""
     monkeypatch.setattr(timing, "time_sides", lambda *_: (0.5, 0.5))
     slow_kernels.cache_clear()
     yield
@@ -110,7 +110,7 @@ def model(make_model: MakeModel, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def tried(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Kernels that are tried from now on."""
+    """Names of the kernels that are tried from now on."""
     names: list[str] = []
     result = KernelTrial.run_trial
 
@@ -163,7 +163,7 @@ def test_a_failing_kernel_is_replaced_by_the_next(
 
     exact: Callable[..., Tensor] = getattr(where, name)
     monkeypatch.setattr(where, name, lambda *given: exact(*given).roll(1, -1))
-    if kernel != "compiled-attention":  # which each stage tries beside ``gather`` by itself
+    if kernel != "compiled-attention":  # each stage checks it against ``gather`` anyway
         wrong = make_ring(model, (1,), **options).run(tokens, rows)
         assert not torch.allclose(wrong, expected, atol=0.1)
     with caplog.at_level(logging.WARNING):
@@ -179,7 +179,7 @@ def test_a_failing_kernel_is_replaced_by_the_next(
 
 
 def patch_fused(monkeypatch: pytest.MonkeyPatch, after: Callable[[Tensor], Tensor]) -> None:
-    """Fused attention, which every CPU has, gives what ``after`` makes of its results."""
+    """Apply ``after`` to the results of fused attention, which every CPU has."""
     exact = scores.scaled_dot_product_attention
 
     def patched(*given: Any, **options: Any) -> Tensor:
@@ -219,7 +219,7 @@ def test_a_device_on_which_nothing_is_right_is_refused(
 def test_wrong_unpacked_weights_are_refused(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A CPU without fast integer products uses them for int8, and has no other kernel."""
+    """On a CPU without fast integer products int8 uses them, and has no other kernel."""
     avoid = ("quantized-blocks", *(("int8",) if has_onednn_int8() else ()))
     assert looked_at(model, tmp_path / "proofs.json", quantize="int8", avoid=avoid) == avoid
     exact = UnpackedLinear.__call__
@@ -259,7 +259,7 @@ def test_kernels_are_timed_once(
     path = tmp_path / "proofs.json"
     monkeypatch.setattr(timing, "time_sides", lambda *_: (ratio, ratio))
     assert looked_at(model, path) == slow
-    slow_kernels.cache_clear()  # as in another process
+    slow_kernels.cache_clear()  # as a new process does
     monkeypatch.delattr(timing, "time_sides")
     assert looked_at(model, path) == slow
     ring = make_ring(model, (1,), avoid=slow)
@@ -319,7 +319,7 @@ def test_a_crashed_trial_is_retried_once(
     path = tmp_path / "proofs.json"
 
     class End(BaseException):
-        """The process's."""
+        """The end of the process."""
 
     def end(_: Tensor) -> Tensor:
         raise End
@@ -365,7 +365,7 @@ def test_a_plan_relies_on_kernels_that_have_passed_and_failed_with_no_model(
         assert proven(path, (right, slow, wrong), monkeypatch) == {"gguf-blocks"}
     assert tried == ["gguf-blocks", "triton-attention", "flash-attention"]
     checks = KernelChecks(path, describe_environment(CPU))
-    # A model's shapes, in another type.
+    # Shapes of a model, in another type.
     failed = KernelTrial("gguf-blocks", "f16", 1.0, lambda: 2.0)
     assert checks.check_kernel(failed, "of a model").state == "wrong"
     assert proven(path, (right,), monkeypatch) == set()
@@ -399,7 +399,7 @@ def test_no_memory_for_a_trial_is_no_fault_of_a_kernel(tmp_path: Path) -> None:
     checks = KernelChecks(tmp_path / "proofs.json", "here")
     for _ in range(3):
         assert checks.check_kernel(KernelTrial("int8", "f32", 1.0, run), "").state == "absent"
-    # It is tried again when there is memory.
+    # It is tried again once there is memory.
     right = KernelTrial("int8", "f32", 1.0, lambda: 0.0)
     assert checks.check_kernel(right, "").state == "ok"
 
@@ -533,7 +533,7 @@ def test_models_of_all_kinds_pass_kernel_checks(
 
 @pytest.fixture
 def gguf_model(make_model: MakeModel, tmp_path: Path) -> Path:
-    """A model with weights of 4 and of 8 bits, and of a codebook."""
+    """A model with 4-bit, 8-bit and codebook weights."""
     if create_integer_matmul(BLOCK_FORMATS["q4_k"], torch.float32, 1) is None:
         pytest.skip("this CPU has no product of integers")
     wide = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64}

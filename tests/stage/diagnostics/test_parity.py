@@ -1,4 +1,4 @@
-"""The self-test of kernels: what works passes, what is wrong by a little is found."""
+"""The kernels' self-test passes if they work, and finds small errors."""
 
 import json
 from collections.abc import Callable

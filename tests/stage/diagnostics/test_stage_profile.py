@@ -20,7 +20,7 @@ from molink.stage.graphs.capture import GraphWork
 from molink.stage.stage import Stage
 
 KV_BYTES = 1 << 24
-#: A stage on a CPU interleaves, regardless of the measurement.
+#: A CPU stage can interleave, regardless of this measurement.
 MEASURED = Profile(decode=((1, 0.25),), prefill=((16, 0.5),), tile=16)
 PROFILE = structs.replace(MEASURED, interleaves=True)
 
@@ -90,7 +90,7 @@ def test_no_graph_is_made_while_a_pass_is_timed(
     with StagePasses(stage, KV_BYTES, 16) as passes:
         passes.capture_graphs()
         made = len(captured)
-        assert made == 1 + 7  # one row at a deep context too
+        assert made == 1 + 7  # also one row at a deep context
         for rows in DECODE_ROWS:
             passes.run_decode(rows, 128)
         passes.run_decode(1, 512 - 64)
@@ -149,7 +149,7 @@ def test_a_hurried_profile_is_scaled_from_other_layers(
     assert predicted.prefill_s(16) == pytest.approx(PROFILE.prefill_s(16) / 2)
     assert predicted.tile == PROFILE.tile
     assert list(tmp_path.iterdir()) == kept, "what was not measured is not kept"
-    # The last stage has the head, too.
+    # The last stage also has the output head.
     longer = profile_stage(all_, KV_BYTES, 16, tmp_path, hurry=True)
     assert longer.decode_s(1) > 1.5 * PROFILE.decode_s(1)
     assert profile_stage(other, KV_BYTES, 16, tmp_path, hurry=True) == PROFILE, "none of its kin"

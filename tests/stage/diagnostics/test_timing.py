@@ -1,4 +1,4 @@
-"""Measuring profiles on a clock of the test: what is measured, how often, and when it ends."""
+"""Measuring profiles by a fake clock: what is measured, how often, and when it ends."""
 
 import random
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from molink.stage.diagnostics.timing import DECODE_ROWS, PREFILL_ROWS, measure_p
 
 
 class Machine:
-    """Passes that take the time that they are said to take."""
+    """A fake stage whose passes advance the clock by given times."""
 
     def __init__(
         self,
@@ -111,11 +111,11 @@ def test_steps_of_the_matrix_products_are_found(tile: int) -> None:
 
     machine = Machine(prefill=prefill)
     found = measure_profile(machine, machine.clock, 30.0).tile
-    # A step of a few per cent is neither seen in the noise of a measurement nor worth seeing.
+    # A step of a few per cent is hidden by noise, and not worth finding.
     assert found == (tile if tile >= 32 else 1)
 
 
-def test_steps_are_looked_for_at_smaller_chunks_where_time_is_short() -> None:
+def test_tiles_are_searched_in_smaller_chunks_if_time_is_short() -> None:
     def prefill(rows: int, before: int) -> float:
         return 0.1 * -(-rows // 16)
 
@@ -157,7 +157,7 @@ STAGE = Profile(
 
 
 def choose_chunks(profile: Profile) -> list[int]:
-    """Chunk sizes of a ring of three such stages: alone, with streams, and of queued prompts."""
+    """Chunk sizes of a ring of three such stages: alone, with streams, and with a queue."""
     chunks = ChunkSize(0, [profile] * 3, 3)
     queued = [chunks.choose_rows(streams, 4096, 0, 512, 9000, 8) for streams in (0, 6)]
     return [chunks.choose_rows(0, 4096), chunks.choose_rows(6, 4096, 0, 512), *queued]

@@ -45,9 +45,9 @@ INTEGERS = (
     BlockFormat(8, 0, 64, 64, number_dtype="bf16"),
     BlockFormat(8, 0, 32, 32, has_shifts=True),
 )
-#: Formats of ``int8``, whose scales are of whole rows, and ``nf4``.
+#: Formats of ``int8``, with a scale per row, and ``nf4``.
 QUANTIZED = (quantized_format("int8", 256, on_gpu=True), quantized_format("nf4", 256, on_gpu=True))
-#: Formats of FP8: a scale per row, and for blocks of 128 rows and columns.
+#: FP8: a scale per row, and one per block of 128 rows and columns.
 FLOATS = (
     BlockFormat(8, 0, 256, 256, number_dtype="bf16", is_float=True),
     BlockFormat(8, 0, 128, 128, number_dtype="f32", is_float=True, shared_rows=128),
@@ -61,7 +61,7 @@ FLOATS4 = tuple(
     for group, kind in ((16, "e4m3"), (32, "e8m0"))
 )  # fmt: skip
 FORMATS = (*BLOCK_FORMATS.values(), *INTEGERS, *QUANTIZED, *FLOATS, *FLOATS4)
-#: The interpreter cuts bf16 off instead of rounding it.
+#: The interpreter truncates bf16 instead of rounding it.
 TOLERANCES = {torch.float16: 2e-3, torch.bfloat16: 2**-6, torch.float32: 1e-5}
 
 
@@ -74,7 +74,7 @@ def wide_products() -> Iterator[None]:
 
 
 def pack(form: BlockFormat, shape: tuple[int, int], seed: int = 0) -> tuple[BlockPlanes, Tensor]:
-    """Planes of random codes, and the weight float64."""
+    """Random codes as planes, and their values in float64."""
     part = draw_codes(form, shape, torch.Generator().manual_seed(seed))
     planes = BlockPlanes.pack_blocks(PlaneLayout(form, shape), [part], DEVICE)
     return planes, dequantize_codes(form, part)
@@ -95,7 +95,7 @@ def test_gguf_weights_are_those_of_the_file_and_as_large(name: str) -> None:
     linear = PlanesLinear(planes, None, torch.float32)
     assert torch.equal(linear.look_up(tokens), found[tokens])
     assert linear.nbytes == resident_bytes(form, (96, 512))
-    # Two six-bit integers of a group take a byte each.
+    # Two six-bit numbers of a group share a byte.
     grown = {"q4_k": 4, "q5_k": 4, "iq4_xs": 2}.get(name, 0)
     assert linear.nbytes == 96 * 512 // kind.block_size * (kind.nbytes + grown)
 
@@ -124,7 +124,7 @@ def test_a_device_is_proven_by_every_format(form: BlockFormat) -> None:
 
 
 def test_a_check_of_wide_rows_fits_float16(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Random blocks of Q6_K are large: sums of 1024 columns overflowed."""
+    """A regression: random Q6_K blocks are large, so sums over 1024 columns overflowed."""
     monkeypatch.setattr(planes_check, "_ROWS", (33,))
     monkeypatch.setattr(planes_check, "_SPLITS", (1,))
     error = planes_error(BLOCK_FORMATS["q6_k"], 1024, torch.float16, DEVICE)
@@ -168,7 +168,7 @@ def test_products(
     outputs = -(-outputs // form.shared_rows) * form.shared_rows
     planes, weight = pack(form, (outputs, columns), seed)
     generator = torch.Generator().manual_seed(seed)
-    # Random blocks of some formats are large: sums must fit float16.
+    # Random blocks of some formats are large, but sums must fit float16.
     size = min(1.0, 1e4 / (float(weight.abs().max()) * columns**0.5))
     given_rows = (size * torch.randn(rows, columns, generator=generator)).to(dtype)
     bias = torch.randn(outputs, generator=generator).to(dtype) if biased else None
@@ -177,7 +177,7 @@ def test_products(
     with mock.patch.object(block_product, "has_tensor_products", return_value=tensor):
         found = multiply_fused(planes, given_rows.to(DEVICE), added, splits)
     assert (found.dtype, found.shape) == (dtype, (rows, outputs))
-    # Few results may all be small beside their terms.
+    # If there are few results, all may be small compared with their terms.
     largest = max(float(exact.abs().max()), size * float(weight.abs().max()) * columns**0.5)
     assert float((found.double().cpu() - exact).abs().max()) <= TOLERANCES[dtype] * largest
 

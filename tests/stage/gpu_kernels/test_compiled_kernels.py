@@ -1,4 +1,4 @@
-"""GPU kernels become machine code for the generations of cards that molink knows."""
+"""GPU kernels compile to machine code for all supported generations of cards."""
 
 import importlib
 from pathlib import Path
@@ -8,8 +8,8 @@ import pytest
 from tests.support.triton_device import needs_triton
 from tests.support.triton_targets import TARGETS, compile_in_child
 
-#: Modules of kernels. ``tests/support/launches`` has one of the same name for each, with
-#: ``LAUNCHES``: what molink launches, in shapes of real models.
+#: Modules of kernels. Each has a module of its name in ``tests/support/launches`` with
+#: ``LAUNCHES``: molink's launches in shapes of real models.
 MODULES = sorted(
     path.stem
     for path in (Path(__file__).parents[3] / "molink/stage/gpu_kernels").glob("*_kernels.py")
@@ -19,7 +19,7 @@ pytestmark = [needs_triton, pytest.mark.parametrize("module", MODULES)]
 
 
 def launched_kernels(module: str) -> set[str]:
-    """Kernels; functions that only kernels call begin with an underscore."""
+    """Names of kernels; functions that only kernels call begin with an underscore."""
     return {
         f"{module}.{name}"
         for name, value in vars(importlib.import_module(module)).items()

@@ -1,4 +1,4 @@
-"""Mixtures of experts in kernels: who is chosen, in which order, and what is multiplied."""
+"""Mixtures of experts in kernels: routing, sorting and products."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -40,9 +40,9 @@ from tests.support.triton_device import DEVICE, needs_triton, widen_products
 
 pytestmark = needs_triton
 
-#: The interpreter cuts bf16 off instead of rounding it.
+#: The interpreter truncates bf16 instead of rounding it.
 TOLERANCES = {torch.float16: 2e-3, torch.bfloat16: 2**-6, torch.float32: 1e-5}
-#: One of each kind of numbers; gpt-oss's rows end within 128 columns.
+#: One format of each kind; gpt-oss's rows end within a block of 128 columns.
 FORMATS: dict[str, tuple[BlockFormat | None, int]] = {
     "none": (None, 72),
     "q4_0": (BLOCK_FORMATS["q4_0"], 64),
@@ -61,7 +61,7 @@ FORMATS: dict[str, tuple[BlockFormat | None, int]] = {
         192,
     ),
 }  # fmt: skip
-#: Which experts rows choose: any, all the same, or each row those that follow the row's before.
+#: How rows choose experts: at random, all the same, or each row those after the previous row's.
 CHOICES = ("any", "same", "in turn")
 
 
@@ -74,7 +74,7 @@ def wide_products() -> Iterator[None]:
 
 
 def choose(kind: str, rows: int, top_k: int, count: int, generator: torch.Generator) -> Tensor:
-    """Experts int32 ``[rows, top_k]``, different ones for each row."""
+    """The chosen experts as int32 ``[rows, top_k]``, different ones within each row."""
     if kind == "any":
         drawn = torch.rand(rows, count, generator=generator).argsort(-1)[:, :top_k]
     else:
@@ -115,7 +115,7 @@ def test_pairs_are_sorted_and_cut_by_expert(
         assert {flat[pair] for pair in pairs} == {expert}
         found += pairs
     assert found == sorted(range(len(flat)), key=lambda pair: flat[pair])
-    # Full tiles but for the last one of an expert: their number is the least.
+    # All tiles are full except each expert's last one, so their number is minimal.
     least = sum(-(-flat.count(expert) // tiles.shape[0]) for expert in set(flat))
     assert len(list_tiles(tiles)) == least <= tiles.tiles.shape[1]
 
@@ -151,7 +151,7 @@ def test_rows_that_are_no_numbers_choose_experts_that_exist(number: float) -> No
     routing = Routing(num_experts=6, top_k=4, renormalize=True)
     weights, experts = choose_experts(logits, routing, None)
     assert all(len({*row} & {*range(6)}) == 4 for row in experts.tolist())
-    # A minus infinity among numbers is one that isn't chosen.
+    # A single minus infinity only keeps its expert from being chosen.
     assert weights.isnan().any(-1).tolist() == [False, True, number != -float("inf"), False]
     assert sorted(sort_by_expert(experts, 6, logits).order.tolist()) == list(range(16))
     corrected = replace(routing, scoring="sigmoid", is_corrected=True, min_sum=1e-20)
@@ -210,7 +210,7 @@ def test_corrected_experts_of_the_best_groups_are_chosen_as_by_torch(
     if is_corrected:
         plain = router.projection(logits).sigmoid() if scoring == "sigmoid" else logits.softmax(-1)
         ratio = weights / plain.gather(-1, experts)
-        # Weights are scores without corrections.
+        # Weights are the scores without the correction bias.
         torch.testing.assert_close(ratio, ratio[:, :1].expand_as(ratio))
 
 
@@ -241,7 +241,7 @@ def test_products(
     tensor: bool,
     seed: int,
 ) -> None:
-    """Pairs share their row, as before the gate, or have one each, as after it."""
+    """Pairs share a row, as before the gate, or have one each, as after it."""
     form, columns = FORMATS[name]
     outputs = 32 * groups if form is not None and form.shared_rows > 1 else 25 * groups
     top_k, generator = max(1, round(part * count)), torch.Generator().manual_seed(seed)
@@ -312,7 +312,7 @@ def test_an_expert_takes_the_place_of_another(name: str) -> None:
 
 
 def list_planes(linear: ExpertLinear) -> list[Tensor]:
-    """Whatever holds numbers of experts."""
+    """All tensors with numbers of the experts."""
     assert linear.bias is not None
     weight = linear.weight
     parts = [weight] if isinstance(weight, Tensor) else weight._own_planes
@@ -327,7 +327,7 @@ HIDDEN, INNER = 24, 20
 def make_mixtures(
     count: int, top_k: int, activation: str, biased: bool, bounded: bool, dtype: torch.dtype
 ) -> tuple[GroupedExpertMlp, ExpertMlp]:
-    """A mixture of kernels, and the same of torch, one expert after the other."""
+    """A mixture by kernels, and the same mixture by torch, expert by expert."""
     generator = torch.Generator().manual_seed(count)
 
     def draw(*shape: int) -> Tensor:
@@ -427,7 +427,7 @@ def test_a_shared_expert_is_added() -> None:
 
 
 def test_a_mixture_launches_few_operators() -> None:
-    """Those of one by one are of a single row, for which the host computes nothing."""
+    """The reference runs one row, for which the host computes no choices."""
     grouped, one_by_one = make_mixtures(32, 8, "silu", False, False, torch.bfloat16)
     gate = partial(apply_gate, activation="silu", limit=0.0)
     experts = ExpertList([replace(expert, gate=gate) for expert in one_by_one.group.experts])
@@ -442,7 +442,7 @@ def test_a_mixture_launches_few_operators() -> None:
 
 @pytest.mark.parametrize("rows", [1, 64])
 def test_the_host_waits_for_nothing(rows: int) -> None:
-    """Numbers can't be read from the meta device."""
+    """On the meta device no number can be read."""
     grouped, one_by_one = make_mixtures(8, 2, "clamped_swiglu", True, False, torch.float32)
     given_rows = torch.empty(rows, HIDDEN, device="meta")
 
@@ -462,7 +462,7 @@ def test_the_host_waits_for_nothing(rows: int) -> None:
         replace(one_by_one, router=router)(given_rows)
 
 
-# --- proofs -----------------------------------------------------------------------------------
+# --- checks of a device -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("count", "top_k"), [(1, 1), (8, 2), (40, 8)])

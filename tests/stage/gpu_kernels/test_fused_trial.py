@@ -1,4 +1,4 @@
-"""The trial of fused operators passes where they are right, and finds each one that is not."""
+"""The trial of fused operators passes if they are right, and finds each one that is wrong."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,7 +21,7 @@ from molink.stage.stage import Stage
 from tests.support.models import MakeModel
 from tests.support.triton_device import DEVICE, needs_triton
 
-#: Small, for the interpreter.
+#: Small shapes, for the interpreter.
 SHAPES = replace(
     USUAL_SHAPES,
     hidden=72,
@@ -44,7 +44,7 @@ def trial_of(dtype: WeightDType, shapes: TrialShapes = SHAPES) -> KernelTrial:
 
 @pytest.fixture
 def placed(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
-    """Devices that trials make current; operators run where these tests run kernels."""
+    """The devices that trials make current; operators run on the tests' device."""
     from molink.stage.decoder import fused_check
 
     entered: list[torch.device] = []
@@ -74,7 +74,7 @@ def test_operators_pass(placed: list[torch.device], dtype: WeightDType) -> None:
 
 
 def spoil_last(result: Any) -> Any:
-    """A result whose last element is off by a tenth of the largest."""
+    """Change the last element by a tenth of the largest."""
     changed = result.clone()
     changed.view(-1)[-1] += result.abs().max().item() / 10
     return changed
@@ -114,7 +114,7 @@ def spoil_heads(*given: Any) -> Tensor:
 
 
 def spoil_pages(*given: Any) -> Tensor:
-    """A slot that isn't a row's is written, too."""
+    """Also write to a slot that belongs to no row."""
     from molink.stage.gpu_kernels.row_kernels import append_heads
 
     keys, values = given[5]
@@ -143,7 +143,7 @@ def test_each_broken_operator_is_found(
     from molink.stage.decoder import fused, fused_check
 
     monkeypatch.setattr(fused, name, broken)
-    monkeypatch.setattr(fused_check, "_ROWS", (7,))  # the rest takes time
+    monkeypatch.setattr(fused_check, "_ROWS", (7,))  # the others take long
     outcome = trial_of("f16").run_trial()
     assert outcome["state"] == "wrong", outcome
     assert outcome["error"] > 0.01
@@ -193,7 +193,7 @@ def test_without_triton_or_with_wide_rows_they_are_absent(monkeypatch: pytest.Mo
 def test_a_stage_makes_its_device_current_before_its_trials(
     make_model: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Triton launches on the thread's current device."""
+    """Triton launches kernels on the thread's current device."""
     stage = Stage.load_layers(ModelFolder.open(make_model(tmp_path, "llama", 1)), (0, 1))
     stage.device = torch.device("cuda", 1)
 

@@ -1,4 +1,4 @@
-"""Row-wise GPU kernels give what torch's operators give, and a layer launches few of them."""
+"""Row-wise GPU kernels give the results of torch's operators, and a layer launches few of them."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -46,7 +46,7 @@ def noise(*size: int, seed: int, dtype: torch.dtype) -> Tensor:
 
 
 def assert_near(found: Tensor, exact: Tensor, roundings: float = 0.5) -> None:
-    """Off by at most ``roundings`` units in the type's last place, beside errors of float32."""
+    """Check an error of at most ``roundings`` units in the type's last place, plus float32's."""
     unit = torch.finfo(found.dtype).eps
     if found.dtype is torch.bfloat16 and is_interpreted():
         roundings = 1.0  # the interpreter truncates
@@ -95,7 +95,7 @@ def test_sums_and_norms_equal_exact_ones(
         identity_or(has_post, post),
         IdentityNorm(torch.float64),
     )
-    # Where terms cancel, the error is that of the terms.
+    # Where terms cancel, the error is relative to the terms.
     assert_near(total, exact, 0.6)
     assert_near(normed, identity_or(has_norm, weight)(total.double()))
     alone, normed = add_and_norm(rows, None, None, 1.0, weight, 1e-5, dtype)
@@ -142,13 +142,13 @@ def test_bounded_gates_equal_exact_ones(
     assert factors.dtype is torch.float32
     assert bool((factors >= 1).all())
     assert float(found.abs().max()) <= MAX_FLOAT16_INPUT
-    # Never scaled further than needed.
+    # Rows are not scaled further than needed.
     expected = exact.abs().amax(-1, keepdim=True).div_(MAX_FLOAT16_INPUT).clamp_min_(1.0)
     torch.testing.assert_close(factors.double(), expected, rtol=4e-6, atol=0)
     assert_near(found, exact / factors.double())
 
 
-@pytest.mark.filterwarnings("ignore:invalid value")  # the interpreter's, for infinity / infinity
+@pytest.mark.filterwarnings("ignore:invalid value")  # the interpreter's, from infinity / infinity
 def test_bounded_gates_keep_nan_and_infinity() -> None:
     from molink.stage.gpu_kernels.row_kernels import apply_bounded_gate
 
@@ -223,7 +223,7 @@ def test_heads_and_pages_equal_exact_ones(
     before = heads.clone()
     fused = FusedOperators(1e-5, 0.0, "silu", 0.0, interleaved, dtype)
     found = append(fused.append_heads, heads)
-    # Such norms stay torch's, which rounds between norm and rotation, too.
+    # Such norms use torch, which also rounds between norm and rotation.
     stays = normed in ("all heads", "each rotated head")
     roundings = 2.0 if stays else 1.0
     for one, other in zip(found, exact, strict=True):
@@ -239,7 +239,7 @@ def test_codes_are_those_of_torch(dtype: torch.dtype, size: int, page: int, kind
     from molink.stage.decoder.fused import FusedOperators
 
     shape = mock.Mock(kv_heads=3, head_dim=size, kv_kinds=kinds)
-    # From tiny rows to large ones, and none.
+    # Rows from tiny to large, and one of zeros.
     heads = noise(9, 12, size, seed=1, dtype=torch.float32)
     heads = (heads * torch.logspace(-6, 3, 9, device=DEVICE)[:, None, None]).to(dtype)
     heads[4] = 0
@@ -259,7 +259,7 @@ def test_codes_are_those_of_torch(dtype: torch.dtype, size: int, page: int, kind
 
 # --- whole models -----------------------------------------------------------------------------
 
-#: Families with what layers differ in: norms, rotations, gates, residuals.
+#: Families that cover the layers' differences: norms, rotations, gates, residuals.
 FAMILIES = (
     "llama",
     "qwen3",
@@ -314,11 +314,11 @@ def test_models_give_the_same_logits(
 
 
 def attend_nothing(layer: int, heads: Tensor, pool: KVPool, sinks: Tensor | None) -> Tensor:
-    """Stands in for attention, which isn't counted."""
+    """Replaces attention, which isn't counted."""
     return heads.new_empty(len(heads), (heads.shape[1] - 2 * pool.kv_heads) * pool.head_dim)
 
 
-#: Launches of a layer beside its products and attention: torch's, and those of these kernels.
+#: Launches of a layer other than products and attention: (torch's, those of these kernels).
 LAUNCHES = {
     ("llama", "bf16"): (10, 4),
     ("qwen3", "bf16"): (14, 4),
@@ -350,7 +350,7 @@ def test_a_layer_launches_few_operators(
             with torch.inference_mode(), counted_launches() as counter:
                 run_blocks(blocks, rows, context)
             counts.append(counter.counts)
-        # What a layer more launches.
+        # The launches of one more layer.
         counts[1].subtract(counts[0])
         assert counts[1].pop("product") == 4
         found.append(counts[1].total())

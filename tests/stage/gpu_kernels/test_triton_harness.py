@@ -1,4 +1,4 @@
-"""Tests of the harness: what it runs is right, and it tells what a device can't run."""
+"""Tests of the Triton harness: its results are right, and it finds what a device can't run."""
 
 import re
 import subprocess
@@ -39,7 +39,7 @@ def test_what_a_device_cannot_run_is_told() -> None:
         for name in names
         if name in one.kernel
     }
-    # Equal launches are compiled once.
+    # The same launch is compiled once.
     assert len(problems) == len(compiled) == len(names) * 2
     oldest, newest = min(TARGETS), max(TARGETS)
     assert (problems["add_kernel", oldest], problems["add_kernel", newest]) == ("", "")

@@ -67,7 +67,7 @@ def test_rows_of_a_request_are_split() -> None:
         *rows,
         SequenceRows(16, 1, table, 17),
     ]
-    # What the request may reach decides about its angles, not where a row is.
+    # Angles depend on the request's maximum length, not on the row's position.
     assert {one.max_positions for one in split_rows([SequenceRows(14, 3, table, 99)])} == {99}
 
 
@@ -78,7 +78,7 @@ def test_attention_in_place_has_one_graph_for_all_lengths() -> None:
     assert plan.find_bucket(steps(5000)) is None
     assert plan.find_bucket(steps(*range(100))) == GraphBucket(128, 313)
     assert plan.find_bucket(steps(*range(101))) is None
-    # It is timed with short requests, on which launches count most.
+    # Timing uses short requests, for which launches matter most.
     assert plan.typical_blocks(GraphBucket(1, 313)) == 16
     found = []
     while (bucket := plan.next_bucket()) is not None:
@@ -89,7 +89,7 @@ def test_attention_in_place_has_one_graph_for_all_lengths() -> None:
 
 @pytest.fixture
 def nothing_expected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only what was seen is wanted."""
+    """Only buckets that occurred are captured."""
     monkeypatch.setattr(buckets, "_EXPECTED_SHAPES", ())
 
 
@@ -103,7 +103,7 @@ def test_a_repeated_bucket_runs_eagerly_until_it_is_captured(nothing_expected: N
     plan.record_capture(other, 5 << 20, True)
     assert plan.choose_action(other) == "replay"
     assert (plan.nbytes, plan.remaining_bytes) == (5 << 20, (1 << 30) - (5 << 20))
-    # One that is no faster is neither kept nor tried again, but its memory isn't given back.
+    # A graph that is no faster is neither kept nor captured again, but its memory isn't freed.
     assert plan.next_bucket() == one
     plan.record_capture(one, 4 << 20, False)
     assert plan.next_bucket() is None
@@ -147,7 +147,7 @@ def test_graphs_are_bounded(nothing_expected: None) -> None:
         bucket = plan.next_bucket()
         if bucket is not None:
             made += 1
-            plan.record_capture(bucket, 0, True)  # as little as it may say, it counts
+            plan.record_capture(bucket, 0, True)  # counts, although no memory was measured
     assert made == 3
     assert "capture" not in [
         plan.choose_action(GraphBucket(9, 16)) for _ in range(2 * MAX_RUNS_BEFORE_CAPTURE)

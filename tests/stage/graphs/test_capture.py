@@ -1,4 +1,4 @@
-"""What a capture asks of CUDA, with a stand-in for it; `test_graphs.py` has it on a GPU."""
+"""Calls of a capture to CUDA, with a fake; `test_graphs.py` captures on a GPU."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +15,7 @@ MIB = 1 << 20
 
 
 class FakeCuda:
-    """Streams and memory of a GPU that computes nothing."""
+    """Fake streams and memory of a GPU."""
 
     def __init__(self) -> None:
         self.here = SimpleNamespace(wait_stream=lambda other: self.told.append("wait"))
@@ -45,7 +45,7 @@ class FakeCuda:
         stream: SimpleNamespace,
         capture_error_mode: str,
     ) -> Iterator[None]:
-        # As torch does: not restored if ending the capture fails.
+        # As in torch: not restored if ending the capture fails.
         before, self.current, self.capturing = self.current, stream, True
         try:
             yield

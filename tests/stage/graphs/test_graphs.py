@@ -1,6 +1,6 @@
-"""Decode steps on fixed memory give what they give otherwise; on a GPU, as CUDA graphs.
+"""Decode steps in static buffers give the same results as others; on a GPU, as CUDA graphs.
 
-On a CPU a graph is the work itself: all that pads, loads and chooses is the same.
+On a CPU a graph is the work itself, with the same code for padding, loading and choosing.
 """
 
 import gc
@@ -34,13 +34,13 @@ from tests.support.models import MakeModel
 from tests.support.stage import Ring
 from tests.support.triton_device import needs_triton
 
-#: Enough steps, with time between them, for each bucket to be captured and replayed.
+#: Enough steps, with idle time in between, to capture and replay each bucket.
 STEPS = 6
 MIXES = {"one": [5], "three": [30, 2, 17], "five": [1, 2, 3, 4, 5], "long": [300, 260]}
 
 
 class WorkItself:
-    """Stands in for :class:`CudaGraphCapturer`."""
+    """Replaces :class:`CudaGraphCapturer`: a graph calls the work itself."""
 
     nbytes = 0
 
@@ -57,7 +57,7 @@ class WorkItself:
         self.fails_after, self.fit, self.stale_after = fails_after, fit, stale_after
         self.captured = 0
         self.replayed = 0
-        #: What was captured, as long as it lives.
+        #: The captured graphs that are alive.
         self.graphs: WeakSet[Callable[..., Any]] = WeakSet()
 
     def capture_work(self, work: Callable[..., Any], max_bytes: int) -> Callable[..., Any] | None:
@@ -71,7 +71,7 @@ class WorkItself:
 
         def replay() -> None:
             self.replayed += 1
-            if not stale:  # such a one leaves what an earlier step has left
+            if not stale:  # a stale graph leaves the previous step's results
                 work()
 
         self.graphs.add(replay)
@@ -85,13 +85,13 @@ class WorkItself:
 
 @pytest.fixture(autouse=True)
 def nothing_expected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Graphs are made of steps that came, unless a test says otherwise."""
+    """Only steps that occurred are captured."""
     monkeypatch.setattr(buckets, "_EXPECTED_SHAPES", ())
 
 
 @pytest.fixture
 def captures(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """``captures(**options)``: stages loaded from now on have graphs; returns all stand-ins."""
+    """``captures(**options)``: stages get graphs from now on; returns all fake capturers."""
     made = []
 
     def prepare(**options: int) -> list[Any]:
@@ -107,7 +107,7 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
 
 
 def idle(ring: Ring) -> None:
-    """Time in which no step comes."""
+    """Idle time of the stages."""
     for stage in ring.stages:
         while stage.capture_next_graph():
             pass
@@ -118,7 +118,7 @@ def decode(
 ) -> Tensor:
     """Logits of a few decode steps after the prompts, one row of each.
 
-    The first prompt's row is followed by ``drafts``, all of which are right.
+    ``drafts``, all of which are right, follow the first prompt's row.
     """
     for prompt, table in zip(prompts, tables, strict=True):
         ring.run(prompt, [SequenceRows(0, len(prompt), table)], [])
@@ -144,7 +144,7 @@ def run_both(
     drafts: int = 0,
     **options: Any,
 ) -> tuple[Tensor, Tensor, Ring]:
-    """The same with and without graphs."""
+    """Run the same steps with graphs and without."""
     prompts = [random_tokens(length, seed) for seed, length in enumerate(lengths)]
     size = options.get("block_size", 8)
     tables, free = [], list(range(200))
@@ -186,7 +186,7 @@ def test_padded_steps_give_the_same(
         make_ring, folder, random_tokens, MIXES[mix], lambda: made.append(captures())
     )
     torch.testing.assert_close(replayed, plain, atol=1e-4, rtol=0)
-    # Each stage has tried one row at first; steps of more rows were captured, timed and used too.
+    # Each stage captures the graph of one row at first, and then the steps' own size.
     alone = mix == "one"
     assert [each.captured for each in made[0]] == ([1, 1] if alone else [2, 2])
     assert all(each.replayed >= 5 for each in made[0])
@@ -311,7 +311,7 @@ def test_one_graph_reads_pages_of_all_lengths(
 
     plain, replayed, ring = run_both(make_ring, folder, random_tokens, [250, 5], prepare)
     torch.testing.assert_close(replayed, plain, atol=1e-4, rtol=0)
-    # The longest request crosses the width of the narrowest table, and needs no other graph.
+    # The longest request outgrows the narrowest table, but needs no other graph.
     assert [each.captured for each in made[0]] == [2, 2]
     context = ring.stages[0].config.max_model_len
     assert all(
@@ -352,7 +352,7 @@ def test_drafts_have_graphs_where_attention_reads_pages(
 
     plain, replayed, ring = run_both(make_ring, folder, random_tokens, [30, 17], prepare, drafts=3)
     torch.testing.assert_close(replayed, plain, atol=1e-4, rtol=0)
-    # Five rows of two requests are a graph of eight rows, as five requests would be.
+    # Five rows of two requests use a graph of eight rows, as five requests would.
     reads_pages = backend != "gather"
     assert [each.captured for each in made[0]] == ([2, 2] if reads_pages else [1, 1])
     for stage in ring.stages:
@@ -380,7 +380,7 @@ def test_slower_graphs_are_not_used(
 def test_a_slower_graph_lives_as_long_as_the_others(
     make_model: MakeModel, tmp_path: Path, make_ring: type[Ring], captures: Callable[..., Any]
 ) -> None:
-    # The end of one takes the cuBLAS workspaces of all others along (torch 2.13).
+    # In torch 2.13 freeing one graph frees the cuBLAS workspaces of all others.
     made = captures()
     ring = make_ring(make_model(tmp_path, "qwen2", 3), (1,), blocks=4)
     for each in made:
@@ -467,13 +467,13 @@ def test_a_too_large_graph_does_not_disable_others(
         make_ring, folder, random_tokens, [9, 4], lambda: made.append(captures(fit=1))
     )
     torch.testing.assert_close(other, plain, atol=1e-4, rtol=0)
-    assert [each.captured for each in made[0]] == [2, 2]  # nor is it tried again
+    assert [each.captured for each in made[0]] == [2, 2]  # nor is it captured again
     before = [each.replayed for each in made[0]]
     ring.run([1], [SequenceRows(0, 1, (199,))])
     assert [each.replayed for each in made[0]] == [count + 1 for count in before]
 
 
-def test_no_request_has_the_spare_block(
+def test_no_request_gets_the_padding_block(
     make_model: MakeModel, tmp_path: Path, make_ring: type[Ring], captures: Callable[..., Any]
 ) -> None:
     from molink.errors import InvariantError
@@ -494,7 +494,7 @@ def test_no_graph_is_made_while_steps_come(
     made = captures()
     ring = make_ring(make_model(tmp_path, "qwen2", 3), (1,), blocks=4)
     eager = [ring.run([1, 2], two_rows()) for _ in range(20)]
-    assert [each.captured for each in made] == [1, 1]  # that of one row, before any step came
+    assert [each.captured for each in made] == [1, 1]  # the graph of one row, before any step
     assert [stage.capture_next_graph() for stage in ring.stages] == [True, True]
     assert [each.captured for each in made] == [2, 2]
     assert [stage.capture_next_graph() for stage in ring.stages] == [False, False]
@@ -524,7 +524,7 @@ def test_idle_captures_touch_no_request(
     monkeypatch: pytest.MonkeyPatch,
     family: str,
 ) -> None:
-    # More rows than a block has positions, beyond the window, and longer than the pool.
+    # More rows than a block has positions; contexts beyond the window, and beyond the pool.
     monkeypatch.setattr(buckets, "_EXPECTED_SHAPES", ((24, 256), (1, 600)))
     made = captures()
     ring = make_ring(make_model(tmp_path, family, 3), (1,), blocks=4)
@@ -682,7 +682,7 @@ def test_cuda_graphs_give_what_eager_steps_give(
     monkeypatch.setattr(Stage, "_may_have_graphs", False)
 
     class Always(CudaGraphCapturer):
-        """Whatever the times are: a graph has to be right before it is fast."""
+        """Accepts a graph whatever its time, since it is compared for correctness."""
 
         turn = 0
 
@@ -694,7 +694,7 @@ def test_cuda_graphs_give_what_eager_steps_give(
     def prepare() -> None:
         monkeypatch.setattr(Stage, "_may_have_graphs", True)
         monkeypatch.setattr(stages, "CudaGraphCapturer", Always)
-        # Torch takes memory by 2 or 20 MiB, which is more than so few layers may have.
+        # Torch reserves 2 or 20 MiB at a time, more than the limit for so few layers.
         monkeypatch.setattr(stages, "GRAPH_BYTES", 1 << 30)
 
     given = make_ring, folder, random_tokens, MIXES[mix]
@@ -702,9 +702,9 @@ def test_cuda_graphs_give_what_eager_steps_give(
     exact, *_ = run_both(*given, lambda: None, dtype="f32", **options)
     plain, replayed, ring = run_both(*given, prepare, dtype=dtype, **options)
     for stage in ring.stages:
-        # That of one row is made at first.
+        # The graph of one row is captured first.
         sizes = {1, row_bucket(len(MIXES[mix]))}
         if mix == "five" and stage.reads_pages(block_size):
-            sizes.add(4)  # as if with drafts, prompts of 3 and of 4 rows have come
+            sizes.add(4)  # captured as for drafts: chunks of 3 and 4 rows occurred
         assert {bucket.rows for bucket in stage._graphs._graphs} == sizes
     check_rounding(replayed, plain, exact)

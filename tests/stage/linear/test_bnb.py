@@ -9,7 +9,7 @@ import pytest
 from molink.errors import UsageError
 from molink.stage.linear.nf4 import load_library
 
-#: The part of the `kernels` package that bitsandbytes calls.
+#: The part of the `kernels` package that bitsandbytes uses.
 FETCHER = """
 print("FETCHED")
 def get_kernel(*args, **options):
@@ -20,13 +20,13 @@ def get_kernel(*args, **options):
 
 def run(folder: Path, script: str) -> subprocess.CompletedProcess[str]:
     (folder / "kernels.py").write_text(FETCHER, encoding="utf-8")
-    # All that these processes do is import: without looking for garbage in it that is less.
+    # These processes only import, which is faster without garbage collection.
     begin = f"import gc, sys; gc.disable(); sys.path.insert(0, {str(folder)!r})\n"
     command = [sys.executable, "-c", begin + script]
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
 
 
-def test_no_code_is_fetched_though_the_package_that_would_is_there(tmp_path: Path) -> None:
+def test_no_code_is_fetched_although_a_fetching_package_is_installed(tmp_path: Path) -> None:
     done = run(
         tmp_path,
         "import logging; logging.basicConfig()\n"

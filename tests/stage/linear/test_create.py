@@ -1,4 +1,4 @@
-"""Which projection a weight becomes, and that all give the same."""
+"""The projection that each kind of weight becomes; all give the same results."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Prepacked projections give what plain ones give."""
+"""Prepacked projections give the results of plain ones."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Quantized projections give what their dequantized weights give: every kind, type and shape."""
+"""Quantized projections of every kind, type and shape give their dequantized weights' results."""
 
 from collections.abc import Collection, Iterator
 from types import SimpleNamespace
@@ -22,20 +22,20 @@ from tests.support.kernels import NOT_COMPILED
 
 CPU = torch.device("cpu")
 SHAPES = [(96, 128), (64, 96), (100, 96), (33, 64)]
-#: Relative to the largest result of a row: rounding of the type that rows have.
+#: Tolerance relative to a row's largest result: the rounding of the rows' type.
 TOLERANCE = {torch.float32: 5e-4, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 
 
 @pytest.fixture(autouse=True)
 def same_numbers() -> Iterator[None]:
-    """A weight halfway between two codes may become either."""
+    """A fixed seed, since a weight halfway between two codes may become either."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         yield
 
 
 def dequantized(mode: str, weight: torch.Tensor) -> torch.Tensor:
-    """What the formats say, step by step."""
+    """The quantization formats, step by step."""
     if mode == "int8":
         scales = weight.abs().amax(1, keepdim=True)
         return (weight * (127 / scales)).round().double() * scales.double() / 127
@@ -59,8 +59,8 @@ def rows_with_outliers(width: int, dtype: torch.dtype) -> torch.Tensor:
     rows[1] = 0
     rows[2, 3] = 1e4
     rows[3] *= 1e-4
-    # Of both signs: a GPU has the 16 codes in the type of the rows, and where all terms have the
-    # same factor their roundings add up while the terms themselves cancel out.
+    # Rows have both signs. A GPU has the 16 codes in the rows' type; if all terms had the same
+    # factor, their roundings would add up while the terms themselves cancel.
     rows[4, ::2], rows[4, 1::2] = 1e4, -1e4
     return rows.to(dtype)
 
@@ -261,7 +261,7 @@ def test_the_product_of_a_gpu_with_bitsandbytes_on_a_cpu() -> None:
 
 @pytest.mark.parametrize(("device", "products"), [("cpu", 5), ("meta", 1)])
 def test_a_gpu_multiplies_a_whole_step_at_once(device: str, products: int) -> None:
-    """Dozens of small kernels for each part take it longer than the arithmetic."""
+    """A GPU would spend more time on launching dozens of small kernels than on arithmetic."""
     asked: list[int] = []
 
     class Product:
@@ -281,7 +281,7 @@ def test_a_gpu_multiplies_a_whole_step_at_once(device: str, products: int) -> No
 def test_the_integer_product_of_a_gpu_takes_multiples_of_4(
     shape: tuple[int, int], kind: type[Int8Linear] | type[UnpackedLinear]
 ) -> None:
-    there = SimpleNamespace(device=torch.device("cuda:0"))  # its numbers don't matter
+    there = SimpleNamespace(device=torch.device("cuda:0"))  # the numbers don't matter
     weight = QuantizedWeight("int8", shape, there, torch.ones(shape[0]))
     assert isinstance(QuantizedProjectionFactory(True, True).create_projection(weight, None), kind)
 
@@ -304,7 +304,7 @@ def test_on_a_gpu(mode: str, shape: tuple[int, int], dtype: torch.dtype) -> None
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device; run `pytest -m gpu` on a PC that has one")
     device = torch.device("cuda", 0)
-    # Wide rows of outliers times larger weights would not fit float16.
+    # The products of outliers and larger weights would exceed float16.
     weight = torch.randn(shape) * 0.4 / shape[1] ** 0.5
     bias = torch.randn(shape[0], device=device).to(dtype)
     factory = QuantizedProjectionFactory.probe_device(mode, dtype, device)

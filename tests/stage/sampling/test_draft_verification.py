@@ -1,4 +1,4 @@
-"""Which drafts are accepted, and what each row is sampled with."""
+"""Which drafts are accepted, and how each row is sampled."""
 
 from molink.stage.sampling.draft_verification import accept_tokens, sample_rows
 from molink.stage.sampling.sampler import SampledToken

@@ -1,4 +1,4 @@
-"""top_k, top_p and min_p keep the tokens that Hugging Face's processors keep."""
+"""top_k, top_p and min_p keep the same tokens as Hugging Face's processors."""
 
 import pytest
 import torch
@@ -41,7 +41,7 @@ def kept_by_transformers(logits: Tensor, sampling: SamplingParams) -> Tensor:
 def thresholds(
     likeliest: Tensor, logits: Tensor, settings: list[SamplingParams]
 ) -> tuple[Tensor, Tensor]:
-    """Of rows ``logits``, by their tokens ``likeliest``."""
+    """Thresholds of the rows ``logits``, from their ``likeliest`` tokens."""
     noise = [0.5] * len(settings)
     filters = SamplingFilters.from_sampling(settings, noise, logits.shape[1], torch.device("cpu"))
     totals = weigh_logits(logits, logits.amax(-1, keepdim=True), filters).sum(-1, keepdim=True)
@@ -61,7 +61,7 @@ def test_batched_filters_equal_single_ones(vocabulary: int, scale: float) -> Non
     found = kept(logits, SETTINGS)
     for row, sampling_params in enumerate(SETTINGS):
         expected = kept_by_transformers(logits[row], sampling_params)
-        # Another order of summing may put the edge of a nucleus one token off.
+        # Another order of summing may move the edge of a nucleus by a token.
         assert (expected != found[row]).sum() <= (sampling_params.top_p < 1.0)
 
 
@@ -69,7 +69,7 @@ def test_batched_filters_equal_single_ones(vocabulary: int, scale: float) -> Non
 @pytest.mark.parametrize("step", [0.0, 0.25])
 def test_cutoff_among_candidates_equals_that_of_the_whole_row(size: int, step: float) -> None:
     logits = torch.randn(len(SETTINGS), 3000, generator=torch.Generator().manual_seed(size)) * 4
-    if step:  # with many ties, as logits in bf16 have
+    if step:  # with many ties, as in bf16 logits
         logits = (logits / step).round() * step
     ordered = logits.sort(-1, descending=True).values
     minimum, _ = thresholds(ordered, logits, SETTINGS)

@@ -1,4 +1,4 @@
-"""Penalties and biases against plain references."""
+"""Penalties and biases compared with plain references."""
 
 import torch
 from torch import Tensor

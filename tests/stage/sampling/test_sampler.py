@@ -1,4 +1,4 @@
-"""Tokens are picked as asked, by noise that depends on seed and position alone."""
+"""Tokens follow the sampling parameters, by noise that depends only on seed and position."""
 
 import math
 from collections import Counter
@@ -29,7 +29,7 @@ def logits_of(rows: int, vocabulary: int, seed: int = 0, scale: float = 3.0) -> 
 
 
 def draw(logits: Tensor, sampling: SamplingParams, seeds: range) -> list[int]:
-    """The token drawn from one row of logits under each of many seeds."""
+    """The tokens drawn from one row of logits with each of many seeds."""
     rows = [
         SampleRow(SamplingParams(**{**as_dict(sampling), "seed": seed}), position=7)
         for seed in seeds
@@ -150,7 +150,7 @@ def test_frequencies_follow_the_distribution(sampling: SamplingParams) -> None:
 @pytest.mark.parametrize("vocabulary", [50, 300, 8192, 20000])
 @pytest.mark.parametrize("step", [0.0, 0.125])
 def test_tokens_are_those_of_the_plain_formula(vocabulary: int, step: float) -> None:
-    """Whichever way is taken: among the likeliest tokens, or all, in blocks or not."""
+    """On each code path: from the likeliest tokens, or from all, in blocks or not."""
     settings = [
         {},
         {"temperature": 0.5, "top_k": 20, "top_p": 0.8},
@@ -164,7 +164,7 @@ def test_tokens_are_those_of_the_plain_formula(vocabulary: int, step: float) -> 
         {"min_p": 1e-9},
     ]
     logits = logits_of(len(settings), vocabulary)
-    if step:  # with many ties, as logits in bf16 have
+    if step:  # with many ties, as in bf16 logits
         logits = (logits / step).round() * step
     for seed in range(5):
         rows = [SampleRow(SamplingParams(seed=seed, **each), 3) for each in settings]
@@ -238,7 +238,7 @@ def test_logprobs_are_the_models_own() -> None:
 
 
 def test_a_token_drawn_late_has_its_own_logprob() -> None:
-    logits = logits_of(3, 9000, scale=0.1)  # so flat that the likeliest 64 are not enough
+    logits = logits_of(3, 9000, scale=0.1)  # so flat that the 64 likeliest are not enough
     wide = SamplingParams(temperature=1.0, top_p=0.99, logprobs=2, seed=4)
     rows = [SampleRow(wide, 3), SampleRow(GREEDY, 3), SampleRow(wide, 4)]
     expected = logits.log_softmax(dim=-1)
@@ -268,7 +268,7 @@ def test_a_gpu_is_synchronized_once(monkeypatch: pytest.MonkeyPatch, top_k: int)
 
 def test_a_missing_copy_is_not_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
     def fetch(parts: list[Tensor]) -> list[Tensor]:
-        parts[0][1] = torch.tensor([-1, 9])  # as in memory that a copy has not reached
+        parts[0][1] = torch.tensor([-1, 9])  # as before a copy has arrived
         return parts
 
     monkeypatch.setattr(sampler, "download_tensors", fetch)

@@ -1,4 +1,4 @@
-"""A history that grows token by token is the one that is counted at once."""
+"""A history that grows token by token equals one that is built at once."""
 
 from collections import Counter
 

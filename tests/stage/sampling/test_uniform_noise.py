@@ -1,10 +1,10 @@
-"""The noise is a fixed function: streams may move between devices and versions."""
+"""The noise is a fixed function, so that streams can move between devices and versions."""
 
 from statistics import fmean, pvariance
 
 from molink.stage.sampling.token_draws import uniform_noise
 
-#: Never change it: a stream that a newer version resumes must continue with the same noise.
+#: Never change these: a resumed stream must get the same noise from a newer version.
 KNOWN = {(0, 0): 0.741511, (1, 0): 0.843647, (0, 1): 0.350932, (2**53, 2**53): 0.924801}
 
 

@@ -1,4 +1,4 @@
-"""Quantized stages give what transformers gives with the weights that they stand for."""
+"""Quantized stages give transformers' results with the weights' dequantized values."""
 
 import json
 import math
@@ -22,7 +22,7 @@ from tests.support.stage import Reference, Ring
 
 
 def stands_for(name: str, weight: Tensor, mode: str) -> Tensor:
-    """What a weight is after quantization while it is loaded."""
+    """A weight's values after quantization while loading."""
     if mode == "nf4":
         return as_nf4(name, weight, double=False)[1]
     scales = weight.abs().amax(1, keepdim=True)
@@ -34,7 +34,7 @@ def folder(request: pytest.FixtureRequest, make_model: MakeModel, tmp_path: Path
     more: dict[str, Any] = {}
     if request.param == "qwen3_moe":
         more = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-        # Experts are stored one by one in published checkpoints.
+        # Published checkpoints store experts one by one.
         pytest.importorskip("transformers.models.qwen3_moe")
     return make_model(tmp_path / "model", request.param, 0, **more)
 
@@ -89,7 +89,7 @@ def test_projections_that_the_checkpoint_leaves_out(
 ) -> None:
     folder = make_model(tmp_path / "model", "qwen2", 0)
     quantized, plain = both(folder, tmp_path, kind, left_out)
-    # A left out part of a merged projection is quantized as the rest of it.
+    # The unquantized part of a merged projection is quantized like the rest.
     tolerance = 0.02 if left_out == "layers.1." else 0.5
     check_logits(make_ring, make_reference, quantized, plain, random_tokens(40), tolerance)
 
@@ -171,7 +171,7 @@ def test_one_quantization_is_not_put_on_another(make_model: MakeModel, tmp_path:
 
 
 def damage(folder: Path, suffix: str, value: Callable[[Tensor], Tensor | None]) -> str:
-    """Change the first tensor whose name ends so; its weight's name is returned."""
+    """Change the first tensor with this suffix; returns its weight's name."""
     (path,) = folder.glob("*.safetensors")
     tensors = {name: tensor.clone() for name, tensor in load_file(path).items()}
     name = next(name for name in sorted(tensors) if name.endswith(suffix))
@@ -192,7 +192,7 @@ def blob(**fields: object) -> Callable[[Tensor], Tensor]:
 
 
 STATE = "quant_state.bitsandbytes__nf4"
-#: Kind of checkpoint, tensor, what becomes of it, error, and what the message has.
+#: Kind of checkpoint, tensor, change, error, and the message's text.
 DAMAGES: dict[str, tuple[str, str, Callable[[Tensor], Tensor | None], type[ModelError], str]] = {
     "no scales": ("int8", "SCB", lambda _: None, BrokenModel, "SCB is in none"),
     "scales of another shape": ("int8", "SCB", lambda t: t[:-1], BrokenModel, "SCB has shape"),

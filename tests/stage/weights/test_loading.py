@@ -1,4 +1,4 @@
-"""What loading takes: full precision for no more than a part of a layer at a time."""
+"""Loading holds at most a part of a layer in full precision at a time."""
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -31,11 +31,11 @@ def is_gone(reference: weakref.ref[torch.Tensor]) -> bool:
 
 
 class Allocations(TorchDispatchMode):
-    """Counts the bytes that results of operators hold, and the most at any time."""
+    """Counts the bytes that operators' results hold, and their peak."""
 
     def __init__(self) -> None:
         super().__init__()
-        #: Whether a thing is gone, and its bytes.
+        #: Whether a tensor is freed, and its bytes.
         self._live: dict[int, tuple[Callable[[], bool], int]] = {}
         self.peak = 0
 
@@ -74,7 +74,7 @@ def folder(make_model: MakeModel, tmp_path_factory: pytest.TempPathFactory) -> M
         head_dim=64,
     )
     opened = ModelFolder.open(made)
-    # What is tried once in each process isn't counted.
+    # A first load, so that one-time kernel checks aren't counted.
     Stage.load_layers(opened, (0, 1), dtype="f32")
     return opened
 
@@ -119,9 +119,9 @@ def test_weights_that_stay_in_16_bits_are_packed_in_parts(
     monkeypatch.setattr(CompiledLinear, "put_rows", taken)
     tokens, rows = [5, 300, 2, 77], [SequenceRows(0, 4, (0,))]
     found = make_ring(made).run(tokens, rows)
-    # No copy of a whole projection, nor of the head; an embedding is kept as f32.
+    # Neither whole projections nor the head are copied; the embedding is kept as f32.
     assert {name for name in whole if "proj.weight" in name or "head" in name} == set()
-    assert max(parts) == 128 * 512  # no fewer rows than a block has
+    assert max(parts) == 128 * 512  # a block of the product is the smallest part
     assert sum(parts) == 3 * 128 * (2 * 256 + 2 * 128 + 3 * 512) + 512 * 128
     monkeypatch.setattr(ProjectionFactory, "create_empty", lambda *_: None)
     assert torch.equal(make_ring(made).run(tokens, rows), found)
@@ -131,7 +131,7 @@ def test_weights_that_stay_in_16_bits_are_packed_in_parts(
 def test_a_large_weight_is_quantized_in_parts(
     folder: ModelFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """bitsandbytes takes several times the bytes of what it is given at once."""
+    """bitsandbytes needs several times the bytes of what it quantizes at once."""
     given: list[int] = []
     quantize = quantized.quantize_nf4
     monkeypatch.setattr("molink.stage.linear.unpacked._MAX_WEIGHTS", 2**16)

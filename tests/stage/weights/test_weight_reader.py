@@ -1,4 +1,4 @@
-"""Tensors are read from any shard, merged and converted; files may go away afterwards."""
+"""Tensors are read from any shard, merged and converted; the files may then be deleted."""
 
 from pathlib import Path
 
@@ -23,7 +23,8 @@ def folder(make_model: MakeModel, tmp_path: Path) -> Path:
 def test_tensors_of_several_shards_are_merged_and_converted(folder: Path) -> None:
     stored = {}
     for shard in folder.glob("*.safetensors"):
-        # Cloned: what `load_file` returns keeps the file mapped, and Windows keeps mapped files.
+        # Cloned, since `load_file`'s results keep the file mapped, which Windows then can't
+        # replace.
         stored |= {name: tensor.clone() for name, tensor in load_file(shard).items()}
     opened = ModelFolder.open(folder)
     with WeightReader(opened, torch.bfloat16, CPU) as reader:
