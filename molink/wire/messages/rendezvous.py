@@ -24,6 +24,8 @@ _SECRET_BYTES = 16
 _KEY_LENGTH = 40
 #: Bytes after the proof of a peer that registers: its verify key and its signature.
 REGISTRATION_BYTES = _KEY_LENGTH + SIGNATURE_BYTES
+#: Connections that a peer may have waiting there, for many callers at once.
+MAX_WAITING = 8
 #: Answers to a caller: joined with the peer, or no peer is registered under that id.
 JOINED, NOBODY = b"\x01", b"\x00"
 #: The sockets that a caller may select.

@@ -35,6 +35,7 @@ from molink.wire.messages.relay import (
     is_valid_proof,
     parse_claim,
 )
+from molink.wire.messages.rendezvous import MAX_WAITING
 from molinkd.peer.membership.relay_ends import spawn_in
 from molinkd.splice import Stream, close_after, listen_on_free_port, open_stream, splice_streams
 
@@ -93,11 +94,14 @@ class RelaySession:
 class MeetingServer(ABC):
     """Accepts ends on one port and joins those of one session."""
 
-    def __init__(self, rate: float) -> None:
-        self._rate_limit = rate
+    def __init__(
+        self, rate: float, accept_rate: RateLimit = ACCEPT_RATE, max_from_ends: int = MAX_FROM_ENDS
+    ) -> None:
+        """``max_from_ends``: unauthenticated connections from addresses of the ends."""
+        self._rate_limit, self._accept_rate = rate, accept_rate
         self._sessions: dict[int, RelaySession] = {}
         self._unauthenticated: set[asyncio.Task[Any]] = set()
-        self._from_ends = ConnectionSlots[asyncio.StreamWriter](MAX_FROM_ENDS, MAX_FROM_ENDS)
+        self._from_ends = ConnectionSlots[asyncio.StreamWriter](max_from_ends, max_from_ends)
         self._strangers = ConnectionSlots[asyncio.StreamWriter](
             MAX_STRANGERS, MAX_STRANGERS_PER_ADDRESS
         )
@@ -138,7 +142,7 @@ class MeetingServer(ABC):
 
     async def _accept_connections(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
-        bucket = TokenBucket(ACCEPT_RATE, loop.time())
+        bucket = TokenBucket(self._accept_rate, loop.time())
         while True:
             await asyncio.sleep(bucket.wait_time(loop.time()))
             try:
@@ -179,9 +183,11 @@ class MeetingServer(ABC):
         session.last_used = self._now()
         if claim in ("waits", "registers"):
             # Only the newest connection is sure to be alive: routers drop idle ones.
-            for _, writer in session.waiting:
+            session.waiting.append(stream)
+            kept = 1 if claim == "waits" else MAX_WAITING
+            for _, writer in session.waiting[:-kept]:
                 writer.transport.abort()
-            session.waiting[:], session.is_gone = [stream], False
+            session.waiting[:], session.is_gone = session.waiting[-kept:], False
             session.arrived.set()
         else:
             self._spawn(self._join_ends(session, stream, claim), session.tasks)

@@ -15,7 +15,9 @@ from molink.errors import Unavailable
 from molink.facts.identity import derive_peer_id
 from molink.wire.messages.relay import NONCE_BYTES
 from molink.wire.messages.rendezvous import (
+    COORDINATOR,
     JOINED,
+    MAX_WAITING,
     NOBODY,
     RendezvousAddress,
     compute_registration,
@@ -51,6 +53,8 @@ _FAILURES_TO_REPORT = 3
 #: Round trips to the rendezvous until a call is answered: two to be joined, and six to a peer that
 #: is as far from it, two thirds more for delays; and the longest timeout in seconds.
 _ROUND_TRIPS, MAX_TIMEOUT_S = 20, 3.0
+#: Interval of checking whether this PC leads, in seconds.
+_LEADER_CHECK_S = 2.0
 #: When a further address of its name is tried, in seconds.
 _OTHER_FAMILY_DELAY_S = 0.25
 #: How long a failed call keeps its local connection, in seconds: libzmq would call again at once.
@@ -83,7 +87,7 @@ class RendezvousClient:
         self._accepting: set[asyncio.Task[Any]] = set()
         self._calls: set[asyncio.Task[Any]] = set()
         self._answered: set[asyncio.Task[Any]] = set()
-        self._registering: asyncio.Task[None] | None = None
+        self._registering: set[asyncio.Task[Any]] = set()
         #: Why the last call of a peer failed, and who waits for such a failure.
         self._failures: dict[str, str] = {}
         self._waiters: dict[str, set[asyncio.Future[str]]] = {}
@@ -95,13 +99,13 @@ class RendezvousClient:
     def start(self, find_port: Callable[[bytes], int]) -> None:
         """Register and answer calls; ``find_port()`` returns a socket's port, or 0."""
         self._find_port = find_port
-        self._registering = asyncio.get_running_loop().create_task(
-            self._keep_registered(), name="molink-rendezvous"
-        )
+        spawn_in(self._registering, self._keep_registered(), "molink-rendezvous")
+        for _ in range(MAX_WAITING - 1):
+            spawn_in(self._registering, self._keep_more_waiting(), "molink-rendezvous")
 
     async def close(self) -> None:
         """End all calls."""
-        await cancel_tasks(self._registering, *self._accepting, *self._calls, *self._answered)
+        await cancel_tasks(*self._registering, *self._accepting, *self._calls, *self._answered)
         self._listeners.clear()
 
     # --- calls ---
@@ -254,10 +258,26 @@ class RendezvousClient:
                 failures += 1
                 continue
             failures = 0
-            if len(self._answered) >= _MAX_ANSWERED:
-                stream[1].transport.abort()
-            else:
-                spawn_in(self._answered, self._answer_call(stream), "molink-answer")
+            self._spawn_answer(stream)
+
+    async def _keep_more_waiting(self) -> None:
+        """Keep another connection waiting while this PC leads, since all others call it."""
+        while True:
+            if self.is_registered and self._find_port(COORDINATOR):
+                try:
+                    self._spawn_answer(await await_other_end(self._register))
+                    continue
+                except TimeoutError:
+                    continue  # replace the idle connection
+                except (OSError, EOFError) as error:
+                    log.debug("no further connection to the rendezvous: %s", self._explain(error))
+            await asyncio.sleep(_LEADER_CHECK_S)
+
+    def _spawn_answer(self, stream: Stream) -> None:
+        if len(self._answered) >= _MAX_ANSWERED:
+            stream[1].transport.abort()
+        else:
+            spawn_in(self._answered, self._answer_call(stream), "molink-answer")
 
     async def _register(self) -> Stream:
         """A connection on which the rendezvous knows this peer.

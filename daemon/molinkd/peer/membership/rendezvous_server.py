@@ -16,6 +16,7 @@ from typing import Any
 
 from molink.errors import PortInUse, WireError
 from molink.util.connection_slots import ConnectionSlots
+from molink.util.token_bucket import RateLimit
 from molink.wire.messages.relay import (
     NONCE_BYTES,
     PEER_ARRIVED,
@@ -43,6 +44,9 @@ log = logging.getLogger(__name__)
 
 #: Connections in all, sessions, and callers of one peer: a swarm of 64 PCs has a connection each.
 MAX_CONNECTIONS, MAX_SESSIONS, MAX_CALLERS = 512, 256, 128
+#: Accept rate, and unauthenticated connections from addresses of peers: in an election every PC of
+#: a large swarm calls several others at once.
+ACCEPT_RATE, MAX_FROM_ENDS = RateLimit(256, 1000.0), 256
 #: Time for a registered peer to wait again: after a call, and after it has closed its connection,
 #: in seconds.
 REGISTER_GAP_S, RENEW_GAP_S = 3.0, 0.5
@@ -50,7 +54,7 @@ REGISTER_GAP_S, RENEW_GAP_S = 3.0, 0.5
 UNUSED_TIMEOUT_S = 60.0
 #: Distinguishes sessions of peers from those of routes.
 _PEERS = 1 << 64
-_BACKLOG = 128
+_BACKLOG = 512
 _MAX_END_ADDRESSES = 32
 
 
@@ -59,7 +63,7 @@ class RendezvousServer(MeetingServer):
 
     def __init__(self, secret: bytes, rate: float = RATE_LIMIT) -> None:
         """``secret`` is that of its address."""
-        super().__init__(rate)
+        super().__init__(rate, ACCEPT_RATE, MAX_FROM_ENDS)
         self._secret = secret
         self._connections = ConnectionSlots[asyncio.StreamWriter](MAX_CONNECTIONS, MAX_CONNECTIONS)
         self._callers: dict[int, ConnectionSlots[asyncio.StreamWriter]] = {}

@@ -23,6 +23,7 @@ from molink.wire.messages.rendezvous import (
     CONTROL,
     COORDINATOR,
     JOINED,
+    MAX_WAITING,
     NOBODY,
     REGISTRATION_BYTES,
     RendezvousAddress,
@@ -120,6 +121,7 @@ class Bench:
 async def bench(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Bench]:
     monkeypatch.setattr(client_module, "_FAILURE_PAUSE_S", 0.0)
     monkeypatch.setattr(client_module, "_RETRY_S", (0.01,))
+    monkeypatch.setattr(client_module, "_LEADER_CHECK_S", 1e6)
     made = Bench()
     yield made
     await made.close()
@@ -158,6 +160,16 @@ async def test_a_call_reaches_the_socket_that_it_names(bench: Bench) -> None:
     assert await ended(await bench.call(b"\x09")) == b""  # and no other
     assert bench.caller.find_failure(bench.peer) == ""
     assert bench.server.num_peers == 1
+
+
+async def test_a_leader_waits_for_many_callers(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_module, "_LEADER_CHECK_S", 0.01)
+    await bench.register()
+    await until(lambda: len(bench.waiting) == MAX_WAITING)
+    streams = await asyncio.gather(*(bench.call() for _ in range(60)))
+    assert await asyncio.gather(*map(talk, streams)) == [b"L"] * 60
 
 
 async def test_nobody_is_registered(bench: Bench) -> None:
