@@ -6,28 +6,45 @@ Per number of rows: median microseconds of a product with uncached weights, and 
 rates. ``bf16`` is compared with oneDNN's packed product; ``float32`` rows with bf16 weights, for
 CPUs without bf16, with torch's float32 weights. ``AVX2`` variants are compiled for AVX2 only, with
 bf16 and float16 weights.
+
+    python -m tools.bench_kernels --formats q4_k q6_k nf4
+
+measures quantized weights instead, with rows in 8 bits and in full precision.
 """
 
 import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
 
+from molink.gguf.block_formats import BLOCK_FORMATS
 from molink.stage.cpu_kernels.arithmetic import WidenedBf16, WidenedF16
-from molink.stage.cpu_kernels.create import create_matmul
+from molink.stage.cpu_kernels.block_integers import IntegerBlockMatMul
+from molink.stage.cpu_kernels.block_matmul import BlockMatMul
+from molink.stage.cpu_kernels.create import (
+    create_block_matmul,
+    create_integer_matmul,
+    create_matmul,
+)
 from molink.stage.cpu_kernels.matmul import MatMul
 from molink.stage.linear import PackedLinear, PlainLinear, can_pack
+from molink.stage.linear.nf4 import NF4_FORMAT
+from molink.stage.torch_dtypes import cpu_supports_bf16
 
 _ROWS = (1, 2, 4, 8, 12, 16, 32, 64, 128, 256)
 _WEIGHTS, _ROUNDS = 12, 5
+#: Byte of which 16- and 32-bit floats are neither huge nor tiny.
+_FILL = 60
 _AVX2 = "+avx,+avx2,+fma,+f16c"
 
 Product = Callable[[int, Tensor], Tensor]
+#: Kind, type of rows, bytes of a weight, product.
+_Side = tuple[str, torch.dtype, float, Product]
 
 
 @dataclass(frozen=True)
@@ -60,7 +77,7 @@ def make_torch(weights: list[Tensor], dtype: torch.dtype) -> Product:
 def measure(columns: int, depth: int, threads: int) -> list[Result]:
     """Measure all kinds that this CPU supports."""
     weights = [torch.randn(columns, depth).bfloat16() for _ in range(_WEIGHTS)]
-    sides: list[tuple[str, torch.dtype, int, Product]] = []
+    sides: list[_Side] = []
     for name, dtype in (("bf16", torch.bfloat16), ("float32", torch.float32)):
         multiply = create_matmul(dtype, threads)
         if multiply is not None:
@@ -72,6 +89,36 @@ def measure(columns: int, depth: int, threads: int) -> list[Result]:
             sides.append((f"{name}, float16, AVX2", dtype, 2, make_compiled(half, weights)))
         size = dtype.itemsize
         sides.append((f"{name}, torch", dtype, size, make_torch(weights, dtype)))
+    return _measure_sides(sides, columns, depth)
+
+
+@torch.inference_mode()
+def measure_formats(names: Sequence[str], columns: int, depth: int, threads: int) -> list[Result]:
+    """Measure products of weights in these formats."""
+    dtype = torch.bfloat16 if cpu_supports_bf16() else torch.float32
+    sides: list[_Side] = []
+    for name in names:
+        form = NF4_FORMAT if name == "nf4" else BLOCK_FORMATS[name]
+        for kind, product in (
+            ("rows in 8 bits", create_integer_matmul(form, dtype, threads)),
+            ("full rows", create_block_matmul(form, dtype, threads)),
+        ):
+            if product is not None:
+                made = make_quantized(product, columns, depth)
+                sides.append((f"{name}, {kind}", product.dtype, form.nbytes / form.block, made))
+    return _measure_sides(sides, columns, depth)
+
+
+def make_quantized(multiply: BlockMatMul | IntegerBlockMatMul, columns: int, depth: int) -> Product:
+    """Products of weights whose scales are about 1."""
+    nbytes = depth // multiply.form.block * multiply.columns * multiply.form.nbytes
+    shape = columns // multiply.columns, nbytes
+    packed = [torch.full(shape, _FILL, dtype=torch.uint8) for _ in range(_WEIGHTS)]
+    bias = torch.zeros(columns)
+    return lambda index, rows: multiply(packed[index], rows, bias)
+
+
+def _measure_sides(sides: Sequence[_Side], columns: int, depth: int) -> list[Result]:
     found = []
     for count in _ROWS:
         taken: dict[str, list[float]] = {kind: [] for kind, *_ in sides}
@@ -95,10 +142,16 @@ def main() -> None:
     parser.add_argument("--columns", type=int, default=5632)
     parser.add_argument("--depth", type=int, default=1024)
     parser.add_argument("--threads", type=int, default=1)
+    names = (*BLOCK_FORMATS, "nf4")
+    parser.add_argument("--formats", nargs="+", choices=names, default=(), metavar="NAME")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    found = measure(options.columns, options.depth, options.threads)
+    shape = options.columns, options.depth
+    if options.formats:
+        found = measure_formats(options.formats, *shape, options.threads)
+    else:
+        found = measure(*shape, options.threads)
     if options.json:
         print(json.dumps([asdict(result) for result in found], indent=1))
         return

@@ -172,25 +172,7 @@ def kernel_chains(
         return partial(_linear_error, create, shapes.products, computed, device)
 
     last = _LENIENT_FACTOR * rounding
-    made: list[KernelChain] = []
-    if quantize != "none":
-        fast = partial(_quantized_error, quantize, shapes, computed, device)
-        slow = partial(_unpacked_error, quantize, shapes, computed, device)
-        loose = _LENIENT_FACTOR * TOLERANCE
-        in_place = KernelTrial(
-            "quantized-blocks",
-            dtype,
-            rounding,
-            partial(_in_place_error, quantize, shapes, computed),
-            partial(has_slow_blocks, computed, quantize),
-        )
-        made.append(
-            (
-                *((in_place,) if device.type == "cpu" else ()),
-                KernelTrial(quantize, dtype, TOLERANCE, fast),
-                KernelTrial("unpacked", dtype, loose, slow),
-            )
-        )
+    made = list(_quantized_chains(shapes, dtype, quantize, device))
     torch_rows = KernelTrial(
         "torch-rows", dtype, last, partial(_torch_rows_error, shapes, computed, device)
     )
@@ -226,6 +208,37 @@ def kernel_chains(
         (rows, torch_rows),
         _attention_chain(shapes, dtype, device),
     )
+
+
+def _quantized_chains(
+    shapes: TrialShapes, dtype: WeightDType, quantize: Quantize, device: torch.device
+) -> tuple[KernelChain, ...]:
+    """List the products with weights that become int8 or nf4, if they do."""
+    if quantize == "none":
+        return ()
+    computed = TORCH_DTYPES[dtype]
+    fast = KernelTrial(
+        quantize,
+        dtype,
+        TOLERANCE,
+        partial(_quantized_error, quantize, shapes, computed, device),
+    )
+    unpacked = KernelTrial(
+        "unpacked",
+        dtype,
+        _LENIENT_FACTOR * TOLERANCE,
+        partial(_unpacked_error, quantize, shapes, computed, device),
+    )
+    if device.type != "cpu":
+        return ((fast, unpacked),)
+    in_place = KernelTrial(
+        "quantized-blocks",
+        dtype,
+        PRODUCT_TOLERANCES[dtype],
+        partial(_in_place_error, quantize, shapes, computed),
+        partial(has_slow_blocks, computed, quantize),
+    )
+    return ((in_place, fast, unpacked),)
 
 
 def integer_chains(formats: Sequence[BlockFormat], dtype: WeightDType) -> tuple[KernelChain, ...]:
