@@ -34,6 +34,7 @@ from molinkd.peer.home import Home, RunFile, read_run_files
 
 if TYPE_CHECKING:
     from molinkd.peer.membership.membership_record import MembershipRecord
+    from molinkd.peer.membership.membership_requests import AskCoordinator
 
 #: Connect timeout for the daemon on this PC, in seconds.
 CONNECT_TIMEOUT_S = 3.0
@@ -378,21 +379,7 @@ def send_control_request(
                 raise DaemonNotResponding(str(error)) from None
             if member is None:
                 return await ask(message)
-            from molinkd.peer.election.leadership import ReplicaFile
-            from molinkd.peer.membership.membership_requests import (
-                MeetingPoint,
-                MembershipRequest,
-                send_membership_request,
-            )
-
-            if not isinstance(message, MembershipRequest):
-                return await ask(message)
-            known = ReplicaFile(home.replica, member.swarm).log
-            meeting = MeetingPoint(member.rendezvous, member.leader_to_call)
-            reply = await send_membership_request(
-                message, keys, member.swarm, server_key, ask, known, meeting
-            )
-            return reply, b""
+            return await _sign_request(home, member, server_key, message, ask)
         finally:
             await client.close()
             if rendezvous is not None:
@@ -401,3 +388,32 @@ def send_control_request(
 
     with asyncio.Runner(loop_factory=EventLoop) as runner:
         return runner.run(exchange())
+
+
+async def _sign_request(
+    home: Home,
+    member: "MembershipRecord",
+    coordinator_key: str,
+    message: ControlMessage,
+    ask: "AskCoordinator",
+) -> tuple[ControlMessage, bytes]:
+    """Sign a request about members, then send it by ``ask()``; others are only sent."""
+    from molinkd.peer.election.leadership import ReplicaFile
+    from molinkd.peer.membership.membership_requests import (
+        MeetingPoint,
+        MembershipRequest,
+        send_membership_request,
+    )
+
+    if not isinstance(message, MembershipRequest):
+        return await ask(message)
+    reply = await send_membership_request(
+        message,
+        home.load_keys(),
+        member.swarm,
+        coordinator_key,
+        ask,
+        ReplicaFile(home.replica, member.swarm).log,
+        MeetingPoint(member.rendezvous, member.leader_to_call),
+    )
+    return reply, b""
