@@ -22,24 +22,25 @@ if TYPE_CHECKING:
     from xdist.remote import Producer
     from xdist.scheduler import Scheduling
 
-# Tests share the machine with each other and with what they start; many threads only slow them.
+# Tests share the machine with each other and with processes that they start, so many threads only
+# slow them down.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # GPU kernels run in Triton's interpreter where there is no GPU; Triton reads it on import.
 if shutil.which("nvidia-smi") is None:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# As in a terminal where .venv is activated: hints say `molink`, not its path.
+# Hints name `molink` instead of its path, as in a terminal with an active .venv.
 os.environ["PATH"] = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
 
 # Tests expect English.
 os.environ["LANGUAGE"] = "en"
 
-# Otherwise each process that a test starts would compile all of molink again.
+# Otherwise each process that a test starts would compile all of molink's modules again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
-# How long examples take depends on what else the machine does.
+# The time that examples take depends on the machine's load.
 settings.register_profile(
     "molink", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow]
 )
@@ -63,7 +64,7 @@ STARTING_PROCESSES = (
     "tests/tools/test_wan.py",
 )
 
-#: Files whose tests share nothing, and may run on several workers.
+#: Files whose tests are independent of each other, and may run on several workers.
 SPREAD = (
     "tests/dst/test_seeds.py",
     "tests/dst/test_teeth.py",
@@ -78,7 +79,7 @@ SHARING_DEMO = (
     "tests/e2e/test_official_clients.py",
     "tests/e2e/test_parity.py",
 )
-#: Workers that take files which start processes, if there are more than two.
+#: Number of workers that run files which start processes, if there are more than two workers.
 LANES = 2
 
 #: Fixtures that several folders share.
@@ -124,7 +125,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: "Producer") -> "Sche
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """What is imported for the tests stays: it is no garbage, and looking for some takes long."""
+    """Freeze objects imported for the tests: they are no garbage, and scanning them takes long."""
     with permanent_imports():
         return (yield)
 

@@ -1,4 +1,4 @@
-"""``MOLINK_CPU_ISA`` limits the library and what it computes with to AVX2."""
+"""``MOLINK_CPU_ISA`` limits libraries and molink's own kernels to AVX2."""
 
 import json
 import os
@@ -11,7 +11,7 @@ from molink import cpu_isa
 from molink.cpu_isa import AVX2_ONLY, avx2_only, limit_libraries
 
 LIBRARIES = {"ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS"}
-#: The product's questions about the CPU, asked in a child: libraries read their variables once.
+#: Queries of the CPU, in a child process: libraries read their variables once.
 ASKS = """
 import json, torch
 from molink.stage.cpu_kernels.compiler import host_features

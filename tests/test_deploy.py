@@ -1,4 +1,4 @@
-"""``deploy``: the manifests are valid, and say what the code does. None was run in a cluster."""
+"""``deploy``: the manifests are valid and agree with the code. None was run in a cluster."""
 
 import re
 
@@ -13,7 +13,7 @@ from tests.support.manifests import ROOT, Manifest, container, environment, find
 
 DOCKERFILE = (ROOT / "deploy" / "Dockerfile").read_text(encoding="utf-8")
 SECRETS = {"molink-join/token": "t", "molink-api/key": "k", "molink/MODEL": "m"}
-#: What a container is given that is no setting.
+#: Variables of a container that aren't settings.
 OTHERS = {"MODEL", "MOLINK_TOKEN"}
 
 
@@ -74,7 +74,7 @@ def test_ports_and_probes_are_the_endpoints(built: list[Manifest]) -> None:
 
 
 def test_a_pod_is_found_before_it_can_serve(built: list[Manifest]) -> None:
-    """Peers have to meet first: only the endpoint's service goes by readiness."""
+    """Peers must find each other first, so only the endpoint's service depends on readiness."""
     for one in (each for each in built if each["kind"] == "Service"):
         endpoint = one["metadata"]["name"] == "molink"
         assert one["spec"].get("publishNotReadyAddresses", False) is not endpoint

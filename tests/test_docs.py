@@ -38,7 +38,7 @@ DOCUMENTS = [
 ]
 
 _PATH = re.compile(r"(?<![\w./-])(?:molink|daemon|configs|tools|tests|docs)/[\w./-]*\w")
-#: A tool that was deleted since is named with the commit that had it, in the same paragraph.
+#: A deleted tool is named together with the commit that had it, in the same paragraph.
 _TOOL = re.compile(r"\btools\.(\w+)")
 _AT_COMMIT = re.compile(r"\bat\s+[0-9a-f]{8}\b")
 _LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)")

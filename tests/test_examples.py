@@ -1,4 +1,7 @@
-"""The files of ``examples`` are valid, and name what molink has. None was run by its program."""
+"""The files of ``examples`` are valid and name only what molink has.
+
+None was run by its program.
+"""
 
 import configparser
 import re
@@ -105,7 +108,7 @@ def test_kubernetes() -> None:
 
 
 class ScriptedClient:
-    """Stands for OpenAI's client: answers in turn, and remembers what it was asked."""
+    """Replaces OpenAI's client: gives answers in turn, and records the requests."""
 
     def __init__(self, *answers: Sequence[tuple[str, str]] | str) -> None:
         self.answers = list(answers)

@@ -16,7 +16,7 @@ from molink.files import (
     retry_while_busy,
 )
 
-#: What hostile names are made of.
+#: Parts of hostile names.
 PARTS = ("..", ".", "NUL", "con", "COM1", "com¹", "lpt9", "CONIN$", "a", "é", "模", ".json", "~")
 MARKS = ("/", "\\", ":", "C:", "$DATA", " ", "*", "?", "\0", "\n", "\x1b[2J", "\u202e", "\ud800")
 BITS = st.sampled_from((*PARTS, *MARKS))
@@ -29,7 +29,7 @@ links = pytest.mark.skipif(sys.platform == "win32", reason="links need a privile
 
 
 class Locked:
-    """An act that is not permitted a few times."""
+    """An operation that is denied a few times."""
 
     def __init__(self, times: int) -> None:
         self.left = times

@@ -1,4 +1,4 @@
-"""Workflows, issue forms, hooks and the dev container name what exists. None has ever run."""
+"""Workflows, issue forms, hooks and the dev container name only what exists. None has been run."""
 
 import json
 import re

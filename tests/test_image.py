@@ -1,4 +1,4 @@
-"""The image of ``deploy/Dockerfile`` is built by a real builder, and answers.
+"""A real builder builds the image of ``deploy/Dockerfile``, which then serves.
 
 No registry is needed: the base image is a Debian made here, with its Python in place of 3.12.
 """
@@ -34,7 +34,7 @@ pytestmark = [
 
 
 class Builder:
-    """buildah with a storage of its own, without containers' isolation."""
+    """buildah with its own storage and without containers' isolation."""
 
     def __init__(self, folder: Path) -> None:
         storage = ["--root", str(folder / "storage"), "--runroot", str(folder / "run")]
@@ -98,7 +98,7 @@ def builder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Builder]:
 
 @pytest.fixture(scope="module", params=["cpu", "cuda"])
 def image(builder: Builder, request: pytest.FixtureRequest) -> str:
-    """The image of a flavour; that for CUDA downloads 3 GB."""
+    """The image of a flavour; the CUDA flavour downloads 3 GB."""
     name = f"molink-{request.param}"
     builder.run(
         *("build", "--isolation", "chroot", "--pull=never", "--format", "docker"),

@@ -1,4 +1,4 @@
-"""What ``install.sh`` and ``install.ps1`` say and choose; the latter is not run here."""
+"""Output and choices of ``install.sh`` and ``install.ps1``; the latter is not run here."""
 
 import importlib.metadata
 import os
@@ -136,7 +136,7 @@ def test_other_systems_are_refused_at_once(tmp_path: Path, system: str, says: st
     assert not (tmp_path / ".venv").exists()
 
 
-#: Stands for the Python of ``.venv``: records what pip is asked for, and "installs" molink.
+#: Replaces the Python of ``.venv``: records pip's arguments, and "installs" molink.
 STAND_IN = """#!/bin/sh
 case "$*" in
   *"pip install"*)
@@ -150,7 +150,7 @@ esac
 
 
 class PipedInstaller:
-    """``curl URL/install.sh | bash`` on a PC with a ``.venv`` of a stand-in."""
+    """``curl URL/install.sh | bash`` on a PC whose ``.venv`` is a fake."""
 
     def __init__(self, home: Path, server: ReleaseServer) -> None:
         self.home, self.server = home, server
@@ -159,7 +159,7 @@ class PipedInstaller:
         python.parent.mkdir(parents=True)
         python.write_text(STAND_IN.format(python=sys.executable), encoding="utf-8")
         python.chmod(0o755)
-        #: Looks like a clone, but what comes through a pipe is in none.
+        #: A folder that looks like a clone, which a piped script must not use.
         self.elsewhere = home / "clone"
         self.elsewhere.mkdir()
         (self.elsewhere / "pyproject.toml").touch()
@@ -240,8 +240,8 @@ def test_a_release_needs_a_safe_place(options: list[str], says: str, piped: Pipe
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no bash; install.ps1 isn't run")
-def test_the_path_is_only_changed_where_that_is_wanted(tmp_path: Path) -> None:
-    """The function of the shell script, beside a stand-in for molink."""
+def test_the_path_is_only_changed_on_request(tmp_path: Path) -> None:
+    """Runs the shell script's function, beside a fake molink."""
     begin = SHELL.index("offer_path() {")
     function = SHELL[begin : SHELL.index("\n}\n", begin) + 3]
     program = tmp_path / "clone" / ".venv" / "bin" / "molink"

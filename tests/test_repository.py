@@ -1,4 +1,4 @@
-"""What the repository promises of itself: dependencies, banned calls, sizes, what a wheel holds."""
+"""Rules of the repository: dependencies, banned calls, sizes, and the content of a wheel."""
 
 import ast
 import functools
@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-#: Where the packages lie, by the name that they are imported by.
+#: Folders of the packages, by import name.
 PLACES = {
     "molink": ROOT / "molink",
     "molinkd": ROOT / "daemon" / "molinkd",
@@ -23,10 +23,10 @@ PLACES = {
 }
 SOURCES = sorted(path for place in PLACES.values() for path in place.rglob("*.py"))
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-#: What molink imports: stages need the extra, too.
+#: Packages that molink imports; stages also need the extra.
 NEEDED = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["torch"]]
 
-#: Modules that turn bytes into objects, or run them.
+#: Modules that turn bytes into objects, or execute them.
 BANNED_MODULES = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "msgpack_numpy"}
 #: Calls by the dotted name in the source.
 BANNED_CALLS = {
@@ -41,11 +41,11 @@ BANNED_CALLS = {
 }
 MAX_LINES = 800
 
-#: Parts that compute, and may import torch; all others run in a daemon or a command, where it would
-#: cost a second and 200 MB.
+#: Packages that compute, and may import torch. All others run in a daemon or a command, where torch
+#: would cost a second and 200 MB.
 COMPUTING = ("molink.stage", "molinkd.worker")
 
-#: Needed by tools and tests without being imported.
+#: Packages that tools and tests need without importing them.
 TEST_TOOLS = {
     "codespell",
     "import-linter",
@@ -72,7 +72,7 @@ def imports_of(path: Path) -> frozenset[str]:
             found.update(alias.name.partition(".")[0] for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
             found.add(node.module.partition(".")[0])
-        # No expression imports anything, and most of a file is expressions.
+        # Expressions import nothing, and make up most of a file.
         nodes += (one for one in ast.iter_child_nodes(node) if not isinstance(one, ast.expr))
     return frozenset(found)
 
@@ -92,7 +92,7 @@ def declared(requirements: list[str]) -> set[str]:
 
 @functools.cache
 def providers() -> Mapping[str, list[str]]:
-    """The distributions that provide each module: the lists of files of all that is installed."""
+    """The distributions that provide each module, from the file lists of installed packages."""
     return packages_distributions()
 
 
@@ -110,13 +110,13 @@ def distributions(paths: list[Path], own: set[str]) -> set[str]:
 
 def test_every_dependency_is_imported_and_every_import_declared() -> None:
     needed = distributions(SOURCES, {"molink", "molinkd", "triton"})
-    # On Linux torch asks for the triton that fits it.
+    # On Linux torch requires its own version of triton.
     assert needed | {"triton-windows"} == declared(NEEDED)
 
 
 def test_the_test_extra_is_what_tests_and_tools_need() -> None:
     both = [*(ROOT / "tests").rglob("*.py"), *(ROOT / "tools").rglob("*.py")]
-    # What is in there runs with packages of its own (tests/support/clients.py).
+    # These run with packages of their own (tests/support/clients.py).
     paths = sorted(path for path in both if path.parent != ROOT / "tests" / "e2e" / "clients")
     own = {
         "molink",
@@ -228,7 +228,7 @@ def test_daemon_and_commands_never_import_torch() -> None:
         for path in SOURCES
         if not module_name(path).startswith(COMPUTING) and path.name != "__main__.py"
     ]
-    # What a worker does but for computing: it is of use without a model, too.
+    # The parts of a worker that don't compute, so that they can be used without a model.
     modules.append("molinkd.worker.worker")
     code = (
         "import importlib, sys\n"

@@ -1,4 +1,4 @@
-"""The lock files have what ``pyproject.toml`` asks for, by hash, for every PC."""
+"""The lock files contain what ``pyproject.toml`` requires, with hashes, for every platform."""
 
 import re
 import tomllib
@@ -38,7 +38,7 @@ def environment(python: str, platform: str) -> dict[str, str]:
 
 
 def locked(names: tuple[str, ...], python: str, platform: str) -> dict[str, str]:
-    """Versions by name, as pip would take them there; one of every package."""
+    """Versions that pip would install there, by name; one per package."""
     found: dict[str, str] = {}
     here = environment(python, platform)
     for block in (block for name in names for block in blocks(name)):

@@ -1,4 +1,4 @@
-"""The documentation site has every page and command, and its links lead somewhere on it."""
+"""The documentation site contains every page and command, and its links lead to existing places."""
 
 import importlib.util
 import posixpath

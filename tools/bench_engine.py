@@ -1,4 +1,4 @@
-"""One CPU stage with a whole model beside llama.cpp and transformers.
+"""One CPU stage with a whole model, compared with llama.cpp and transformers.
 
     python -m tools.make_bench_model FOLDER
     python -m tools.bench_engine FOLDER --llama-bench PATH/TO/llama-bench --json

@@ -1,4 +1,4 @@
-"""Compiled CPU matrix products beside torch's, taking turns.
+"""Compiled CPU matrix products compared with torch's, measured alternately.
 
     python -m tools.bench_kernels --json
 

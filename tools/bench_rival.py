@@ -1,4 +1,4 @@
-"""The product beside llama.cpp's RPC on the same emulated network (Linux, root).
+"""molink compared with llama.cpp's RPC on the same emulated network (Linux, root).
 
     python -m tools.make_bench_model FOLDER
     python -m tools.bench_rival FOLDER --llama PATH/TO/llama.cpp/bin [--mbps 5,20,100] [--repeats 2]

@@ -1,4 +1,4 @@
-"""One stage on a card beside llama.cpp with the same files, in one run.
+"""One stage on a card compared with llama.cpp on the same files, in one run.
 
     pip download --no-deps --no-binary :all: llama-cpp-python       # has llama.cpp's source
     python -m tools.compare_card WORK --llama-source llama_cpp_python-VERSION.tar.gz
@@ -66,7 +66,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """As in the table."""
+        """Name in the table."""
         if self.context < 0:
             return f"prompt of {self.rows}"
         return f"{self.rows} at {self.context}"

@@ -57,7 +57,7 @@ class TokenComparison:
     ours: float
     theirs: float
     same: bool
-    #: How far the other's favourite lies below the own one.
+    #: The gap between each side's favourite and the other's, by its own probabilities.
     our_gap: float
     their_gap: float
 

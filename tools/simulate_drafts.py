@@ -80,7 +80,7 @@ def format_row(
 
 
 def rank_candidates(tokens: Sequence[int]) -> list[int]:
-    """What has followed the last tokens, by the length of the match, then the latest first."""
+    """Tokens that followed earlier occurrences: by length of the match, then the latest first."""
     found: dict[int, int] = {}
     for position in range(len(tokens) - 1, 0, -1):
         length = 0
@@ -94,7 +94,7 @@ def rank_candidates(tokens: Sequence[int]) -> list[int]:
 
 
 def print_candidates(kind: str, texts: Sequence[KnownText]) -> None:
-    """How many tokens of the answers each candidate foretells, in percent."""
+    """How many tokens of the answers each candidate predicts, in percent."""
     ranks, total = Counter[int](), 0
     for text in texts:
         whole = text.prompt + text.answer

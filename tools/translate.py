@@ -25,7 +25,7 @@ from molinkd.cli.translation import LOCALE
 
 LANGUAGES = ("de", "zh_CN")
 SOURCES = LOCALE.parent / "cli"
-#: Functions whose first arguments are texts, and how many.
+#: Functions that translate texts, and how many of their first arguments are texts.
 _CALLS = {"Finding": 1, "tr": 1, "tr_count": 2}
 #: Commands whose options are translated; of the others only the line in `molink --help` is.
 _COMMANDS = {
@@ -48,11 +48,11 @@ Message = str | tuple[str, str]
 
 
 class _PlainCatalog(Catalog):
-    """A catalogue that says neither when nor by whom, so that all make the same bytes."""
+    """A catalogue without dates and names, so that equal texts give equal bytes."""
 
     @property
     def mime_headers(self) -> list[tuple[str, str]]:
-        """What readers need to know."""
+        """The headers that readers of the file need."""
         return [
             ("Language", str(self.locale)),
             ("Plural-Forms", self.plural_forms),

@@ -46,7 +46,7 @@ def test_times_of_a_chat_answer() -> None:
     assert sample.ttft == pytest.approx(1.0)
     assert sample.latency == pytest.approx(1.5)
     assert sample.itl == pytest.approx((0.2, 0.3))
-    # Six tokens by the server's count, although only three pieces arrived.
+    # The server counts six tokens, although only three pieces arrived.
     assert (sample.input_tokens, sample.output_tokens) == (7, 6)
     assert sample.tpot == pytest.approx(0.1)
 

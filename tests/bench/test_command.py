@@ -42,7 +42,7 @@ def test_json_result(fake: FakeOpenAI, threaded_url: str) -> None:
     assert (report["completed"], report["failed"], report["output_tokens"]) == (6, 0, 30)
     assert report["ttft_s"].keys() == {"mean", "p50", "p90", "p99"}
     assert len(fake.bodies) == 2 + 2 + 6
-    # Nothing but the result if stderr is not a terminal.
+    # Only the result is printed if stderr is not a terminal.
     assert result.stderr == ""
 
 

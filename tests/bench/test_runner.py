@@ -26,7 +26,7 @@ class VirtualClock:
         await event.wait()
 
     async def turn(self) -> None:
-        """Advance forever; before each step everything runnable runs."""
+        """Advance the clock endlessly; before each step all runnable tasks run."""
         while True:
             for _ in range(50):
                 await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""A valid model folder to damage, and safetensors files made by hand."""
+"""A valid model folder that tests may damage, and hand-made safetensors files."""
 
 import json
 import shutil
@@ -19,7 +19,7 @@ def pristine(make_model: MakeModel, tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.fixture
 def folder(pristine: Path, tmp_path: Path) -> Path:
-    """A copy of it that a test may change."""
+    """A copy of the folder that a test may change."""
     return Path(shutil.copytree(pristine, tmp_path / "model"))
 
 

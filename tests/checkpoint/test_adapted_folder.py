@@ -1,4 +1,4 @@
-"""The folder of a model with adapters: whole, checked, and another one when an adapter changes."""
+"""The folder of a model with adapters: complete, checked, and a new one if an adapter changes."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""``config.json`` in its many spellings, and what is refused."""
+"""``config.json`` in its various forms, and which are refused."""
 
 import json
 import os

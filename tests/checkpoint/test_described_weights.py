@@ -1,4 +1,4 @@
-"""Described weights beside those of real folders."""
+"""Descriptions of weights compared with the weights of real folders."""
 
 from pathlib import Path
 from typing import Any
@@ -72,7 +72,7 @@ def test_q4_k_m_spends_six_bits_on_half_of_the_layers(
         == ends["1.self_attn.v_proj.weight.q4_k"].nbytes * 210 // 144
     )
     assert "lm_head.weight.q6_k" in found.tensors
-    # Rows of 96 are no whole blocks of 256.
+    # Rows of 96 don't consist of whole blocks of 256.
     assert {"0.mlp.down_proj.weight.q8_0", "1.mlp.down_proj.weight.q5_0"} <= ends.keys()
     assert ends["0.input_layernorm.weight"].dtype == "F32"
 

@@ -1,4 +1,4 @@
-"""Configs of every family, as they are found on the hub, in facts."""
+"""Facts from configs of every family, in the form published on the hub."""
 
 import json
 from collections.abc import Callable
@@ -405,7 +405,7 @@ def test_glm_rotates_neighbours_in_half_of_a_head(load: Callable[..., Any], fami
     assert len(config.norms.present_names) == (4 if family == "glm4" else 2)
 
 
-#: What GLM-4.5-Air's config says of its experts.
+#: Expert settings of GLM-4.5-Air.
 GLM_AIR = {
     "first_k_dense_replace": 1,
     "moe_intermediate_size": 1408,
@@ -447,7 +447,7 @@ def test_glm4_moe_as_on_the_hub(load: Callable[..., Any]) -> None:
     assert whole.experts.dense_layers == {0, 1, 2}
 
 
-#: What DeepSeek-V3's config says of attention.
+#: Attention settings of DeepSeek-V3.
 DEEPSEEK = {
     "kv_lora_rank": 512,
     "q_lora_rank": 1536,
@@ -586,7 +586,7 @@ def test_minimax_m2_as_on_the_hub(load: Callable[..., Any]) -> None:
     assert shapes["model.layers.1.self_attn.q_norm.weight"] == (512,)
 
 
-#: What Hunyuan's configs say of RoPE.
+#: RoPE settings of Hunyuan.
 HUNYUAN_ROPE = {
     "alpha": 1000.0,
     "beta_fast": 32,

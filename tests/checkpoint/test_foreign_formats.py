@@ -1,4 +1,4 @@
-"""What people take for a model is named, with what to do."""
+"""What people mistake for a model is named, with advice."""
 
 import json
 from pathlib import Path

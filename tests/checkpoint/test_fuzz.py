@@ -1,4 +1,4 @@
-"""Headers of model files, damaged at random: refused in one line or true, for little memory."""
+"""Randomly damaged headers of model files: refused in one line or valid, with little memory."""
 
 import json
 import random
@@ -14,11 +14,11 @@ from molink.checkpoint.safetensors_header import read_header
 from molink.errors import ModelError
 from molink.gguf.gguf_file import read_gguf
 
-#: What a size, count, offset or type is replaced by.
+#: Replacements of sizes, counts, offsets and types.
 _ODD = [0, 1, 7, 31, 255, 2**16, 2**31 - 1, 2**31, 2**32 - 1, 2**53, 2**63 - 1, 2**63, 2**64 - 1]
-#: Pieces that nest, repeat or end early.
+#: Inserted pieces that nest, repeat or end early.
 _PIECES = [b"[", b"{", b'"', b"]", b"}", b":", b",", b"\x00", b"\xff", b"1e999", b"-0", b"\\ud800"]
-#: Objects of Python for each byte of a header, and what any file costs.
+#: Bounds of memory: bytes of Python objects per header byte, and a constant.
 _PER_BYTE, _ALWAYS = 40, 1 << 16
 
 

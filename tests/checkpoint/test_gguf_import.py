@@ -1,4 +1,4 @@
-"""A GGUF file becomes a model folder, once; one that lies is refused before a byte is written."""
+"""A GGUF file is imported to a model folder once; inconsistent ones are refused before a write."""
 
 import json
 import threading
@@ -103,7 +103,7 @@ def test_the_mtp_layer_is_kept(make_model: MakeModel, tmp_path: Path) -> None:
     assert (opened.config.layers, opened.config.experts) == (3, before.config.experts)
     assert opened.config.mtp == before.config.mtp
     assert {*opened.stage_tensors(2, 3)} == {*before.stage_tensors(2, 3)}
-    # Copies of the embedding and the output head are not.
+    # Shared tensors such as the embedding and the output head are not copied.
     assert {*opened.tensors} == {*before.stage_tensors(0, 3)}
     for key, value, refusal in (
         ("nextn_predict_layers", 4, "leave none of 4 layers"),
@@ -188,7 +188,7 @@ def test_the_tokenizer_and_the_template_are_those_of_the_file(
     ours, theirs = Tokenizer.open(unpack(whole, tmp_path)), Tokenizer.open(folder)
     text = "Hello, wörld!  12\n\n<|im_start|>x<|im_end|>"
     assert ours.encode(text) == theirs.encode(text)
-    assert ours.eos_ids == (258, 256)  # what usually ends an answer is added
+    assert ours.eos_ids == (258, 256)  # the usual end-of-answer token is added
     assert ours.special_ids == theirs.special_ids
     messages = [{"role": "user", "content": "hi"}]
     assert ours.chat_template is not None

@@ -1,4 +1,4 @@
-"""Models from the hub: whole, resumed, refused."""
+"""Models from the hub: complete, resumed, and refused ones."""
 
 import hashlib
 import json
@@ -61,7 +61,7 @@ def test_a_model_is_pulled_into_the_cache_and_found_there(served: FakeHub) -> No
     assert count.total == count.added == sum(path.stat().st_size for path in weights(served))
     for path in weights(served):
         assert (folder / path.name).read_bytes() == path.read_bytes()
-    served.status = 503  # from now on it is not needed any more
+    served.status = 503  # the hub is not needed from now on
     found = find_model(REPOSITORY, unpack_into=served.folder)
     assert (found.name, found.path) == ("some-model", folder)
 
@@ -73,14 +73,14 @@ def test_a_gguf_file_of_a_repository(
     (served.folder / "some-model.Q4_K_M.gguf").write_bytes(data)
     name, count = f"{REPOSITORY}/some-model.Q4_K_M.gguf", Count()
     served.cuts = [1000]
-    # Stands for what lays it out, which has tests of its own.
+    # Replaces the import, which has its own tests.
     monkeypatch.setattr(source, "import_gguf", lambda file, *_: file)
     found = find_model(name, count, unpack_into=tmp_path)
     assert found.name == "some-model.Q4_K_M"
     assert found.path.read_bytes() == data
     assert (count.total, count.added + count.kept) == (len(data), len(data))
     assert {file for file, _ in served.asked} == {"some-model.Q4_K_M.gguf"}
-    served.status = 503  # from now on it is not needed any more
+    served.status = 503  # the hub is not needed from now on
     assert find_model(name, unpack_into=tmp_path).path == found.path
 
 
@@ -94,7 +94,7 @@ def test_a_repository_with_one_gguf_file(
     monkeypatch.setattr(source, "import_gguf", lambda file, *_: file)
     found = find_model(REPOSITORY, Count(), unpack_into=tmp_path)
     assert (found.name, found.path.name) == ("m", "m-00001-of-00002.gguf")
-    served.status = 503  # what is in the cache is enough
+    served.status = 503  # the cache is enough
     assert find_model(REPOSITORY, unpack_into=tmp_path).path == found.path
 
 
@@ -149,11 +149,12 @@ def test_an_interrupted_download_resumes(served: FakeHub) -> None:
     assert (count.kept, count.kept + count.added) == (size // 2, count.total)
 
 
-def test_a_file_of_the_cache_that_is_cut_off(served: FakeHub) -> None:
+def test_a_truncated_file_in_the_cache(served: FakeHub) -> None:
     folder, _ = pull()
     first, second = (folder / path.name for path in weights(served)[:2])
     whole = first.read_bytes()
-    first.resolve().write_bytes(whole[:-7])  # what lay there counts, and is gone on from
+    # The existing bytes count, and the download continues after them.
+    first.resolve().write_bytes(whole[:-7])
     second.resolve().write_bytes(second.read_bytes() + b"more")
     _, count = pull()
     assert count.added == 7 + weights(served)[1].stat().st_size
@@ -221,7 +222,7 @@ def test_a_failing_hub(served: FakeHub, status: int) -> None:
 def test_a_hub_that_cannot_be_found_is_given_up_soon(
     served: FakeHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a network the system's resolver may block for long."""
+    """Without a network the system's resolver may block for a long time."""
     ended = threading.Event()
 
     def hang() -> SimpleNamespace:
@@ -274,7 +275,7 @@ def blob_of(path: Path) -> str:
 def test_links_out_of_the_cache_are_not_followed(
     served: FakeHub, tmp_path: Path, suffix: str, nbytes: int
 ) -> None:
-    """Of a blob and of a partial download, shorter or longer than the file."""
+    """A link in place of a blob or a partial download, with a shorter or a longer target."""
     folder, _ = pull()
     victim, first = tmp_path / "victim", weights(served)[0]
     victim.write_bytes(bytes(nbytes))

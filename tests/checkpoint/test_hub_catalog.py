@@ -1,4 +1,4 @@
-"""The catalog that molink ships, and names in it."""
+"""The bundled catalog, and names in it."""
 
 import re
 
@@ -12,7 +12,7 @@ from molink.errors import UsageError
 from molink.gguf.family_configs import FAMILY_CONFIGS
 
 ENTRIES = load_catalog().entries
-#: Bytes of published files, as the hub lists them.
+#: Bytes of published files, as listed by the hub.
 PUBLISHED = {
     "gemma3:1b": 806_058_240,
     "gemma3:4b": 2_489_757_856,
@@ -44,7 +44,7 @@ PUBLISHED = {
     "smollm2:1.7b": 1_055_609_536,
     "smollm3:3b": 1_915_305_312,
 }
-#: Architectures in GGUF files that are called otherwise.
+#: Architectures with another name in GGUF files.
 GGUF_NAMES = {
     "gemma3_text": "gemma3",
     "glm4_moe": "glm4moe",
@@ -62,7 +62,7 @@ UNITS = {"m": 1e6, "b": 1e9, "t": 1e12}
 
 
 def named_size(entry: CatalogEntry) -> tuple[float, float]:
-    """Parameters by the tag, and half a unit of the last digit that it gives."""
+    """Parameters that a tag states, and half a unit of its last digit."""
     match = re.match(r"(\d+(?:\.(\d+))?)([mbt])(?:-a\d+(?:\.\d+)?b)?\Z", entry.tag)
     assert match is not None, f"{entry.name}: the tag does not begin with a size"
     unit = UNITS[match[3]]

@@ -1,4 +1,4 @@
-"""A checkpoint of few bits that contradicts itself is refused before anything starts, by name."""
+"""An inconsistent low-bit checkpoint is refused before anything starts, naming the tensor."""
 
 import json
 from collections.abc import Callable
@@ -51,7 +51,7 @@ def float4(name: str, size: int, **changes: Any) -> dict[str, Any]:
     return {**method, "config_groups": {"group_0": {"weights": weights}}}
 
 
-#: Tensors that replace others; ``None`` removes one.
+#: Tensors that replace others; ``None`` removes a tensor.
 Wrong = dict[str, Tensor | None]
 Q = "model.layers.0.self_attn.q_proj"
 DOWN = "model.layers.2.mlp.down_proj"

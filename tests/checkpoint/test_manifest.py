@@ -1,4 +1,4 @@
-"""The list of a model's hashes: one root for one content, and nothing inconsistent is read."""
+"""The manifest of a model: one root for the same content; inconsistent ones are refused."""
 
 import hashlib
 

@@ -1,4 +1,4 @@
-"""A model folder is checked whole, or for the layers of one stage, before anything starts."""
+"""A model folder is checked before anything starts, for all layers or for those of one stage."""
 
 import json
 from collections.abc import Callable
@@ -24,7 +24,7 @@ def shard_of(folder: Path, tensor: str) -> Path:
 
 
 def change(path: Path, tensor: str, value: Tensor | None) -> None:
-    tensors = load(path.read_bytes())  # Windows keeps files as they are while they are mapped
+    tensors = load(path.read_bytes())  # Windows can't replace a file that is mapped
     del tensors[tensor]
     if value is not None:
         tensors[tensor] = value

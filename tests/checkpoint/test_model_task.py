@@ -1,4 +1,4 @@
-"""What a model is made for, by the files of sentence-transformers."""
+"""A model's task, according to sentence-transformers' files."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -87,7 +87,7 @@ def test_an_embedding_model_has_no_output_head(
     assert "lm_head.weight" not in opened.stage_tensors(3, 4)
     assert not opened.config.has_output_head
     assert opened.placement_facts("m").last_bytes < last
-    # Such models are often saved as what is inside of a generating one.
+    # Such models are often saved as the inner model of a generating one.
     edit_json(folder / "config.json", architectures=["LlamaModel"])
     assert ModelConfig.load_folder(folder).family == "llama"
 

@@ -1,4 +1,4 @@
-"""Folders of models that see: their text model is found in either spelling, and nothing else."""
+"""Folders of multimodal models: the text model alone is found, under either spelling."""
 
 import json
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from molink.text.tokenizer import Tokenizer
 from molinkd.peer.artifacts.model_repository import ModelRepository
 from tests.support.models import MakeModel
 
-#: As google/gemma-3-4b-it says it: much of it is silent.
+#: The config of google/gemma-3-4b-it, which leaves out many defaults.
 GEMMA3_4B: dict[str, Any] = {
     "architectures": ["Gemma3ForConditionalGeneration"],
     "eos_token_id": [1, 106],

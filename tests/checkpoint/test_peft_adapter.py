@@ -1,4 +1,4 @@
-"""Adapters in PEFT's layout: what is read, and what is refused by its name."""
+"""Adapters in PEFT's format: which are read, and which are refused with the reason."""
 
 import json
 from collections.abc import Callable
@@ -26,7 +26,7 @@ def adapter(pristine: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def config(pristine: Path) -> ModelConfig:
-    """The model's."""
+    """The base model's config."""
     return ModelConfig.load_folder(pristine)
 
 

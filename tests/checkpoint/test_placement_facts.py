@@ -1,4 +1,4 @@
-"""Facts of real folders: what a stage loads is what they say."""
+"""Facts of real folders predict what a stage loads."""
 
 from itertools import product
 from pathlib import Path
@@ -37,7 +37,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "glm4_moe_lite": {"mlp_layer_types": ["sparse"] * 3},
 }
 CPU = torch.device("cpu")
-#: Their norms of queries and keys are kept in f32.
+#: Families whose query and key norms are kept in f32.
 NORMED = ("qwen3", "olmo2")
 
 
@@ -60,10 +60,11 @@ def test_planned_weights_are_loaded_weights(
         for first, last in ((0, 3), (0, 1), (1, 2), (2, 3)):
             stage = Stage.load_layers(folder, (first, last), "cpu", wanted)
             planned = need.weight_bytes(last - first, opens=first == 0, closes=last == 3)
-            # Norms may be kept in f32, and Qwen3's once for each head: that is for the margin.
-            # Weights stored in bf16 may stay so, with a bias in f32 for each output.
+            # The margin is for norms, which may be kept in f32, and Qwen3's once per head. Weights
+            # stored in bf16 may stay so, with an f32 bias per output.
             narrow = wanted == "f32" and dtype == "bfloat16"
-            # Planned wide is what alone has no multiple of 32 outputs, though merged it may stay.
+            # Projections whose outputs are no multiple of 32 are planned wide, but may be packed
+            # when merged.
             least, most = (0.85, 1.1) if narrow else (1.0, 1.05)
             assert least * planned <= stage.weight_bytes <= most * planned
             assert stage.block_bytes(16) == need.pool_bytes((first, last), 16)
@@ -130,7 +131,7 @@ def test_planned_quantized_weights_are_loaded_weights(
             folder, (0, 2), "cpu", wanted, quantize=mode, disabled_kernels=avoid
         )
         planned = need.weight_bytes(2, opens=True, closes=False)
-        # A CPU's kernel for nf4 takes its scales in bf16.
+        # A CPU's nf4 kernel stores its scales in bf16.
         assert 0.95 * planned <= stage.weight_bytes <= 1.05 * planned
 
 
@@ -162,7 +163,7 @@ def test_latents_are_what_a_token_keeps(make_model: Any, tmp_path: Path) -> None
     facts = ModelFolder.open(make_model(tmp_path, "deepseek_v3")).placement_facts("m")
     assert facts.kv_bytes == (16 + 48) * 4
     down, queries, output = (24 + 48 + 16) * 64, 4 * (16 + 16) * 24, 64 * 4 * 12
-    # Keys' and values' projection stays wide.
+    # The projection of keys and values stays wide.
     assert facts.projection_bytes == 4 * (down + queries + output + 9 * 3 * 32 * 64)
     assert facts.widest == 2 * 96 * 64
 
@@ -192,7 +193,7 @@ def test_unlike_layers_are_counted_as_the_largest_and_shared_experts_too(
     biases, router, corrections, norms = 64 + 2 * 32, 8 * 64, 8, 2 * 64
     rest = biases + router + corrections + norms
     assert facts.layer_bytes == facts.projection_bytes + 2 * rest
-    # The dense layers' MLP is the widest.
+    # The dense layers' MLP is the widest part.
     assert facts.widest == 2 * 160 * 64
 
 
@@ -204,7 +205,7 @@ def test_experts_in_a_stack_are_counted_each(make_model: Any, tmp_path: Path) ->
     norms, sinks, router = 2 * 64, 4, 6 * 64
     assert facts.layer_bytes == facts.projection_bytes + 2 * (biases + norms + sinks + router)
     assert facts.score_heads == 4
-    # Three experts at once, their sum and a shared expert's result.
+    # Results of three experts at once, their sum, and the shared expert's result.
     gated = 3 * (32 + max(2 * 32, 64)) + 2 * 64
     assert facts.row_elements == 4 * 64 + 4 * 16 + max(gated, 2 * 128 + 2 * 64)
 
@@ -218,12 +219,12 @@ def test_a_router_is_no_projection_and_experts_are(make_model: Any, tmp_path: Pa
 
 
 def test_narrow_weights_are_counted_when_computing_in_f32(make_model: Any, tmp_path: Path) -> None:
-    """An AVX2 PC: nothing but projections and the head stays."""
+    """On an AVX2 PC only projections and the head stay in 16 bits."""
     made = make_model(tmp_path, "llama", dtype="bfloat16", vocab_size=300)
     facts = ModelFolder.open(made).placement_facts("m")
     assert facts.narrow is not None
     assert (facts.narrow.dtype, facts.narrow.layer) == ("bf16", facts.projection_bytes)
-    assert facts.narrow.last == 0  # 300 outputs are no multiple of what every CPU takes at once
+    assert facts.narrow.last == 0  # 300 outputs are no multiple of what all CPUs compute at once
     wide, narrow = (
         Footprint.of_stage(facts, StageSetup(bf16=False, narrow_dtypes=kept))
         for kept in (("f16",), ("bf16",))
@@ -242,7 +243,7 @@ def test_narrow_weights_are_counted_when_computing_in_f32(make_model: Any, tmp_p
 def test_weights_that_fit_no_planes_are_counted_wide_on_a_gpu(
     make_model: Any, tmp_path: Path
 ) -> None:
-    """Rows of 96 columns stay in blocks on a CPU only, those of 128 on both."""
+    """Rows of 96 columns stay packed on a CPU only, and those of 128 on both."""
     sizes = {"hidden_size": 96, "intermediate_size": 128, "head_dim": 32, "num_hidden_layers": 2}
     made = make_model(tmp_path / "model", "llama", 3, **sizes)
     config, tensors = read_gguf_model(write_gguf(made, tmp_path / "model.gguf", Kind.Q4_0))
@@ -250,7 +251,7 @@ def test_weights_that_fit_no_planes_are_counted_wide_on_a_gpu(
     assert facts.block_weights is not None
     assert facts.plane_weights is not None
     assert config.heads * config.head_dim == 128
-    kept = 2 * 96 * 128  # of the outputs of attention and MLP
+    kept = 2 * 96 * 128  # the output projections of attention and MLP
     assert facts.plane_weights.layer == (
         kept // 32 * 18,
         facts.layer_bytes - facts.element_bytes * kept,

@@ -1,4 +1,4 @@
-"""What a quantized checkpoint says of itself is checked, and bounded by its config."""
+"""The metadata of a quantized checkpoint is checked, and bounded by its config."""
 
 import json
 import math
@@ -160,7 +160,7 @@ def test_blocks_of_gguf_are_bounded_by_the_config() -> None:
     }
     with pytest.raises(BrokenModel, match="not a multiple of q4_k blocks"):
         required_tensors({NAME: (64, 500)}, "none", found)
-    # A kind that isn't known is as if there were nothing.
+    # Tensors of an unknown block kind are ignored.
     odd = {f"{NAME}.q9_k": span("U8")}
     assert required_tensors({NAME: SHAPE}, "none", odd) == {
         NAME: TensorRequirement(FLOAT_DTYPES, SHAPE)

@@ -1,4 +1,4 @@
-"""What quantized weights take, and which are quantized."""
+"""Sizes of quantized weights, and which weights are quantized."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Headers of safetensors files: every lie is refused before anything is read."""
+"""Headers of safetensors files: inconsistent ones are refused before any tensor is read."""
 
 import os
 import struct

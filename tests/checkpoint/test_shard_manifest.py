@@ -1,4 +1,4 @@
-"""The list of a model in shards: one root for one content, and nothing of it can harm."""
+"""The manifest of a sharded model: one root for the same content; hostile ones are refused."""
 
 import hashlib
 from math import prod
@@ -77,7 +77,7 @@ def test_it_is_read_as_it_was_made(
 
 
 def content(**changed: Any) -> list[Any]:
-    """What a manifest consists of; some of it otherwise."""
+    """The fields of a manifest, some of them changed."""
     fields = {
         "version": 2,
         "files": [CONFIG],

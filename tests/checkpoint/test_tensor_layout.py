@@ -1,4 +1,4 @@
-"""The layout names what transformers writes, all of it and nothing else."""
+"""The layout contains exactly the tensors that transformers writes."""
 
 from pathlib import Path
 

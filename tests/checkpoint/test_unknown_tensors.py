@@ -1,4 +1,4 @@
-"""Tensors that a config knows nothing of are refused, those that mean nothing are not."""
+"""Tensors that the config doesn't explain are refused, unless they have no effect."""
 
 import shutil
 from collections.abc import Callable
@@ -62,7 +62,7 @@ def test_the_last_stage_has_the_mtp_layer(
     names = {last: opened.stage_tensors(last - 1, last) for last in (2, 3)}
     assert not any(".layers.3." in name for name in names[2])
     assert {"model.layers.3.eh_proj.weight", "model.embed_tokens.weight"} < {*names[3]}
-    # The embedding and the output head are not read twice.
+    # The MTP layer's copies of the embedding and the output head are not read.
     assert not any(
         name.startswith("model.layers.3.") and name.endswith(("embed_tokens.weight", "head.weight"))
         for name in names[3]
@@ -139,13 +139,13 @@ def test_foreign_tensors_are_refused(folder: Path) -> None:
         {"model.norm.weight": torch.ones(64), "score.weight": torch.ones(4)},
         folder / "zz.safetensors",
     )
-    # The norm that is used is in another file.
+    # Under this name the other file's norm is the one that is used.
     shutil.move(folder / "zz.safetensors", folder / "aa.safetensors")
     with pytest.raises(BrokenModel, match=r"score\.weight"):
         ModelFolder.open(folder)
 
 
-def test_the_output_head_of_a_tied_model_is_let_be(make_model: MakeModel, tmp_path: Path) -> None:
+def test_the_output_head_of_a_tied_model_is_ignored(make_model: MakeModel, tmp_path: Path) -> None:
     folder = make_model(tmp_path, "qwen2", 0, tie_word_embeddings=True)
     add(folder, "more.safetensors", "lm_head.weight")
     assert ModelFolder.open(folder).config.tied_embeddings

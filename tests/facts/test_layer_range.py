@@ -1,4 +1,4 @@
-"""Layers as people read and type them."""
+"""Layer ranges as people read and type them."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""How a stage's memory is shared out: what a plan must cover, and what holds for every budget."""
+"""The plan of a stage's memory: what it must include, and properties for every budget."""
 
 import re
 from dataclasses import replace
@@ -27,7 +27,8 @@ from molink.facts.model import (
 )
 
 GB, MB = 10**9, 10**6
-#: Llama 3.1 8B, by hand: 4096 hidden, 14336 inner, 32 + 2 × 8 heads of 128, 128256 tokens.
+#: Llama 3.1 8B, calculated by hand: 4096 hidden, 14336 inner, 32 + 2 × 8 heads of 128, 128256
+#: tokens.
 PROJECTIONS = 4096 * (4096 + 2 * 1024 + 4096 + 3 * 14336)
 LLAMA = ModelFacts(
     name="llama",
@@ -77,9 +78,9 @@ def test_a_gpu_counts_packed_weights_once_they_are_proven() -> None:
     )
     assert (wide.layer_bytes, wide.first_bytes, wide.last_bytes) == (1000, 500, 504)
     assert (packed.layer_bytes, packed.first_bytes, packed.last_bytes) == (400, 250, 254)
-    # Many rows multiply dequantized weights.
+    # For many rows weights are dequantized.
     assert packed.step_bytes == wide.step_bytes + 200 * 2
-    # What a CPU keeps packed, a GPU doesn't.
+    # Weights that a CPU keeps packed are unpacked on a GPU.
     on_cpu = replace_facts(block_weights=PACKED)
     assert Footprint.of_stage(on_cpu, StageSetup("cuda", has_block_kernels=True)) == (
         Footprint.of_stage(TINY, StageSetup("cuda"))
@@ -118,7 +119,7 @@ def test_kv_in_8_bits_leaves_room_for_more_tokens() -> None:
         plans = [plan_memory(facts, (0, 32), one, 24 * GB) for one in (plain, small)]
         tokens = [plan.kv // need.token_bytes for plan, need in zip(plans, needs, strict=True)]
         assert tokens[1] > (1.9 if reads_pages else 1.7) * tokens[0]
-        # Gathered codes are copied, and become rows beside.
+        # Gathered codes are copied first, and then dequantized to rows.
         copied = needs[1].attention_copy_bytes - needs[0].attention_copy_bytes
         assert copied == 2 * facts.int8_kv_bytes * (not reads_pages)
 
@@ -126,7 +127,7 @@ def test_kv_in_8_bits_leaves_room_for_more_tokens() -> None:
 def test_memory_plan_adds_up() -> None:
     plan = plan_memory(TINY, (0, 4), StageSetup(step_limits=LOAD), 40_000, requests=4)
     assert plan.weights == 4 * 1000 + 504, "tied: the embedding counts once"
-    # Rows of a step, float32 logits of its decode rows.
+    # Rows of a step, and float32 logits of its decode rows.
     assert plan.activations >= (8 + 2) * 10 * 2 + 2 * 50 * 4
     assert plan.kv == 4 * TINY.max_model_len * 4 * TINY.kv_bytes, "four requests of full length"
     assert plan.total == plan.weights + plan.activations + plan.graphs + plan.margin + plan.kv
@@ -156,7 +157,7 @@ def test_graphs_are_planned_on_a_gpu_only() -> None:
 
 
 def test_quantized_projections_keep_their_size() -> None:
-    """In float32 everything else doubles."""
+    """Everything else doubles in float32."""
     plain = Footprint.of_stage(TINY, StageSetup(step_limits=LOAD))
     for mode, packed in (("int8", 460), ("nf4", 250)):
         target = StageSetup(bf16=False, quantize=mode, step_limits=LOAD)  # type: ignore[arg-type]
@@ -166,7 +167,7 @@ def test_quantized_projections_keep_their_size() -> None:
         assert need.step_bytes >= 2 * plain.step_bytes + 200 * 4, "room to unpack the widest weight"
         in_place = Footprint.of_stage(TINY, replace(target, has_block_kernels=True))
         assert in_place.step_bytes == need.step_bytes - 200 * 4, "nothing is unpacked"
-        # Of int8 rows a CPU repeats the scale.
+        # For int8 rows a CPU stores the scales a second time.
         assert in_place.layer_bytes == need.layer_bytes + (460 // 16 if mode == "int8" else 0)
     stored = Footprint.of_stage(replace_facts(quantized="nf4"), StageSetup(step_limits=LOAD))
     assert stored == Footprint.of_stage(TINY, StageSetup(quantize="nf4", step_limits=LOAD))
@@ -323,7 +324,7 @@ def test_split_stages_hold_the_whole_model(
     parts = [plan_memory(model, part, target, GB) for part in ((0, cut), (cut, model.layers))]
     need = Footprint.of_stage(model, target)
     assert sum(part.weights for part in parts) == whole.weights + need.shared_bytes
-    # What a step takes, every stage needs for itself; logits only the last.
+    # Every stage has its own step memory; only the last one has logits.
     assert sum(part.activations for part in parts) <= 2 * whole.activations
     assert sum(part.kv for part in parts) == whole.kv
 
@@ -332,10 +333,10 @@ def test_states_grow_with_the_pool_within_bounds() -> None:
     tokens = (0, 1, 2048 * 4, 2048 * 5, 2048 * 64, 10**9)
     assert [count_state_slots(count) for count in tokens] == [0, 4, 4, 5, 64, 64]
     assert count_pool_blocks(100, 10, 16, 0) == 10
-    # Four states, and what remains.
+    # Four states are the minimum; the rest are blocks.
     assert count_pool_blocks(399, 10, 16, 100) == 0
     assert count_pool_blocks(455, 10, 16, 100) == 5
-    # Without KV, states are the bound.
+    # Without KV, the number of states bounds the requests.
     assert count_pool_blocks(5 * 100, 0, 16, 100) * 16 < 6 * 2048
     assert count_pool_blocks(64 * 100, 0, 16, 100) == 2**31 - 1
 
@@ -397,9 +398,9 @@ def plan_mixture(lacking: int, expert_memory: int, experts: ExpertFacts = EXPERT
     return plan_memory(facts, (0, 4), ON_CARD, budget, expert_memory=expert_memory)
 
 
-def test_as_few_experts_as_possible_lie_in_host_memory() -> None:
+def test_as_few_experts_as_possible_are_in_host_memory() -> None:
     assert plan_mixture(0, 10 * MB).host_experts == 0
-    # One expert of a layer frees 80 bytes on the card, and takes 100 beside it.
+    # Moving one expert of a layer frees 80 bytes on the card, and takes 100 of host memory.
     for lacking, moved in ((1, 1), (320, 1), (321, 2), (8 * 320, 8)):
         plan = plan_mixture(lacking, 10 * MB)
         assert (plan.host_experts, plan.host_expert_bytes) == (moved, 4 * moved * 100)

@@ -1,4 +1,4 @@
-"""Profiles: times between, below and beyond what was measured, and what is no profile."""
+"""Profiles: times between, below and beyond the measurements, and invalid profiles."""
 
 import math
 from typing import Any

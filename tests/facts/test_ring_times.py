@@ -1,4 +1,4 @@
-"""How long a prompt takes through a ring."""
+"""The time that a prompt takes through a ring."""
 
 import msgspec
 import pytest
@@ -6,7 +6,7 @@ import pytest
 from molink.facts.profile import MAX_CHUNK_ROWS, Profile
 from molink.facts.ring_times import LinkFacts, RequestCosts, RingTimes
 
-#: A millisecond for each row, 5 ms at least; each token before a row takes a microsecond more.
+#: A millisecond per row, but at least 5 ms; each earlier token of a row adds a microsecond.
 STAGE = Profile(
     decode=((1, 0.005),), prefill=((5, 0.005), (512, 0.512)), context=0, prefill_token_s=1e-6
 )
@@ -22,7 +22,8 @@ def test_prompt_time_is_the_sum_of_its_chunks() -> None:
 
 def test_slowest_link_determines_prompt_time() -> None:
     links = (LinkFacts(0.02, 1e5), LinkFacts(0.03, 1e5))
-    times = RingTimes((STAGE, STAGE), links, 1000)  # a row takes 10 ms to the second stage
+    # A row takes 10 ms on the link to the second stage.
+    times = RingTimes((STAGE, STAGE), links, 1000)
     round_trip = 2 * 0.005 + 0.02 + 0.03 + 0.01 + 64 / 1e5
     assert times.round_trip_s(1) == pytest.approx(round_trip)
     assert times.prompt_s(200) == pytest.approx(round_trip - 0.01 + 2.0)

@@ -15,7 +15,7 @@ def test_rows_of_more_segments_lose_more() -> None:
     sizes = (2896, 8192, 14480)
     costs = [expected_loss_s(size, 0.03, 0.01) for size in sizes]
     assert costs == sorted(costs)
-    # Six segments: one in 17 rows loses one, and takes about three round trips longer.
+    # A row has six segments: one row in 17 loses one, which delays it by about three round trips.
     assert costs[1] == pytest.approx(0.0585 * 3 * 0.03, rel=0.1)
 
 

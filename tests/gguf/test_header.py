@@ -1,4 +1,4 @@
-"""GGUF files are untrusted: any bytes are read whole or refused in one line."""
+"""GGUF files are untrusted: any bytes are read completely or refused in one line."""
 
 import struct
 from collections.abc import Callable
@@ -24,7 +24,7 @@ def number(key: str, value: int) -> bytes:
 
 
 def tensor(name: str, shape: tuple[int, ...] = (32, 2), kind: int = 8, offset: int = 0) -> bytes:
-    """An entry of the list; ``shape`` as the file has it, the row's length first."""
+    """A tensor's entry; ``shape`` as the file has it, the row's length first."""
     extents = struct.pack(f"<I{len(shape)}Q", len(shape), *shape)
     return text(name) + extents + struct.pack("<IQ", kind, offset)
 

@@ -1,4 +1,4 @@
-"""A model in several GGUF files: any of them is the model, a wrong one among them is refused."""
+"""A model in several GGUF files: any of them opens the model, and a wrong one is refused."""
 
 import hashlib
 import shutil
@@ -15,7 +15,7 @@ from molink.gguf.gguf_file import model_name, read_split_gguf, split_names
 from tests.support.gguf_models import Kind, write_gguf
 from tests.support.models import MakeModel
 
-#: Tensors of a part: 21 are three of them.
+#: Tensors per file, which splits 21 of them into three files.
 PART = 8
 
 
@@ -33,7 +33,7 @@ def written(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def parts(written: Path, tmp_path: Path) -> list[Path]:
-    """A copy of all three."""
+    """A copy of all three files."""
     shutil.copytree(written.parent, tmp_path / "parts")
     found = sorted((tmp_path / "parts").glob("*.gguf"))
     assert [path.name for path in found] == [*split_names(written.name)]
@@ -103,7 +103,7 @@ def test_a_part_by_another_name(parts: list[Path], tmp_path: Path) -> None:
 
 
 def say(path: Path, tensors: int) -> None:
-    """Have a part say that the model has so many tensors."""
+    """Change the number of tensors that a file gives for the whole model."""
     data, key = path.read_bytes(), b"split.tensors.count"
     at = data.index(key) + len(key) + 4
     path.write_bytes(data[:at] + tensors.to_bytes(4, "little") + data[at + 4 :])
@@ -125,7 +125,7 @@ def test_a_tensor_in_two_parts(parts: list[Path], tmp_path: Path) -> None:
 
 
 def test_a_tensor_is_missing(folder: Path, tmp_path: Path) -> None:
-    """What the first part says of all is more than they have."""
+    """The first file announces more tensors than all files have."""
     first = write_gguf(folder, tmp_path / "tiny.gguf", part=PART)
     for name in split_names(first.name):
         say(first.with_name(name), 99)

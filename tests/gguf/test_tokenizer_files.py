@@ -1,4 +1,4 @@
-"""Tokenizers from metadata alone: how texts are cut into words, merged by scores, and ended."""
+"""Tokenizers built from metadata alone: pre-tokenization, merges by score, and end tokens."""
 
 import itertools
 import math
@@ -60,8 +60,8 @@ def test_how_words_are_cut(pre: str, words: list[str]) -> None:
     assert [TEXT[begin:end] for _, (begin, end) in cut] == words
 
 
-def test_merges_at_which_the_tokenizer_itself_fails() -> None:
-    """Of a merge that is longer than its halves say; its library ends with a panic there."""
+def test_merges_that_crash_the_tokenizers_library() -> None:
+    """A merge result is longer than its halves; the tokenizers library panics there."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens, merges = [*letters, "he", " "], ["he l", "h e", "  "]
     with pytest.raises(BrokenModel, match="its tokenizer can't be created"):
@@ -81,7 +81,7 @@ def test_merges_added_tokens_and_ends() -> None:
     assert tokenizer.encode("hel").ids == [257]
     assert tokenizer.encode("a<|im_end|>b<extra>").ids[1::2] == [258, 259]
     assert tokenizer.decode(tokenizer.encode("wörld <extra>").ids) == "wörld <extra>"
-    # What usually ends an answer does, whatever the file names.
+    # Tokens that usually end an answer do so, whatever the file names.
     assert files.eos_ids == (0, 258)
     assert files.config["add_bos_token"] is False
     assert len(tokenizer.encode("hello").ids) > 1
@@ -102,7 +102,7 @@ def test_a_word_that_is_a_token_is_one_in_glm_4_but_no_bos_is_before_it() -> Non
     assert files.config["add_bos_token"] is False
 
 
-#: What llama.cpp's converter writes for released models of the architectures that load.
+#: Metadata that llama.cpp's converter writes for released models of supported architectures.
 RELEASED = {
     "llama": ("llama-bpe", "smaug-bpe", "tekken", "smollm", "deepseek-coder", "falcon3", "mellum"),
     "qwen2": ("qwen2", "deepseek-r1-qwen", "a.x-4.0"),
@@ -121,7 +121,7 @@ def test_words_of_released_files_are_known(pre: str) -> None:
 
 
 def sentence_piece(**values: Any) -> tuple[TokenizerFiles, Tokenizer]:
-    """Pieces of ``hello``; better ones have higher scores. Every byte is a token too."""
+    """Pieces of ``hello``, of which better ones have higher scores. Every byte is also a token."""
     pieces = {"▁": -9, "h": -9, "e": -9, "l": -9, "o": -9, "lo": -1, "ll": -2, "he": -3, "▁he": -4}
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
     kinds = [UNKNOWN, CONTROL, CONTROL, *[BYTE] * 256, *[NORMAL] * len(pieces)]
@@ -216,7 +216,7 @@ def gemma_metadata(pieces: Sequence[str], written: str) -> dict[str, Any]:
 
 
 def their_gemma(pieces: Sequence[str]) -> Any:
-    """The same vocabulary as transformers makes it of Gemma's SentencePiece model."""
+    """The same vocabulary, as transformers converts it from Gemma's SentencePiece model."""
     from transformers import GemmaTokenizer
     from transformers.convert_slow_tokenizer import generate_merges
 
@@ -254,7 +254,7 @@ def test_gemmas_vocabulary_cuts_as_transformers_does(written: str) -> None:
 
 
 def test_runs_of_spaces_as_older_files_have_them() -> None:
-    """They are looked for as they are written; spaces are merged to them."""
+    """Runs of spaces are single tokens there, instead of merges."""
     _, ours = made(**gemma_metadata(learned(), "before"))
     tokens = [ours.id_to_token(index) for index in ours.encode(". ▁▁▁.  .").ids]
     assert tokens == [".", "▁", "▁▁▁", ".", "▁▁", "."]

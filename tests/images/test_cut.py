@@ -1,4 +1,4 @@
-"""Images are resized as the released processors do, and shown as they show them."""
+"""Images are resized and placed in prompts as the released processors do."""
 
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,7 @@ def open_vision(folder: Path) -> VisionConfig:
 
 @pytest.fixture
 def seeing(request: Any, make_model: MakeModel, tmp_path: Path) -> Path:
-    """A small model that sees."""
+    """A small multimodal model."""
     return make_seeing(make_model, tmp_path / "model", request.param)
 
 

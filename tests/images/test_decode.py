@@ -1,4 +1,4 @@
-"""Images of clients are decoded within bounds, and refused with one line."""
+"""Clients' images are decoded within bounds, or refused with one line."""
 
 import base64
 import io
@@ -15,7 +15,7 @@ from tests.support.sight import encode_picture, make_picture
 
 
 def png_of_size(width: int, height: int) -> bytes:
-    """A PNG whose header has that size; it has pixels of a line at most."""
+    """A PNG whose header states this size, with the pixels of at most one line."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return (

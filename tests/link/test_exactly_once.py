@@ -59,8 +59,7 @@ def volume(seq: int, rows: int, prefill: bool) -> tuple[Volume, bytes]:
 
 @dataclass
 class Wire:
-    """A channel's connection: frames in flight to the receiver, acknowledgements on the way
-    back."""
+    """A channel's connection: frames in flight to the receiver, and acknowledgements back."""
 
     up: bool = False
     frames: list[Packet] = field(default_factory=list)
@@ -69,7 +68,7 @@ class Wire:
 
 
 class Link(RuleBasedStateMachine):
-    """Both ends of one link, and everything that can happen between them."""
+    """Both ends of one link, and all events between them."""
 
     def __init__(self, policy: str, cut_through: bool) -> None:
         super().__init__()
@@ -83,10 +82,10 @@ class Link(RuleBasedStateMachine):
         self.sender = LinkSender(self.epoch, self.policy, LIMITS)
         limits = ReceiverLimits(ack_every=3)
         self.receiver = LinkReceiver(self.epoch, HIDDEN, "f32", limits, cut_through)
-        #: All volumes and their rows, by seq; and how many rows have been handed over.
+        #: All volumes with their rows, by seq, and the number of rows handed over.
         self.volumes: dict[int, tuple[Volume, bytes]] = {}
         self.given: dict[int, int] = {}
-        #: Received rows: the buffer, and how many rows of it are valid.
+        #: Received buffers, with the number of valid rows.
         self.buffers: dict[int, bytearray] = {}
         self.rows: dict[int, int] = {}
         self.controls: list[Any] = []
@@ -94,7 +93,7 @@ class Link(RuleBasedStateMachine):
         for channel in Channel:
             self.connect_if_down(channel)
 
-    # --- what the stage does
+    # --- actions of the stages
 
     @rule(rows=st.integers(1, 20), prefill=st.booleans(), first=st.integers(1, 40))
     def produce(self, rows: int, prefill: bool, first: int) -> None:
@@ -133,7 +132,7 @@ class Link(RuleBasedStateMachine):
     def executor(self, event: LinkEvent) -> None:
         self.sender.handle(event, self.now)
 
-    # --- what the shells do
+    # --- actions of the event loops
 
     @rule(ready=st.sampled_from([BOTH_CHANNELS, (Channel.DECODE,), (Channel.BULK,), ()]))
     def poll(self, ready: Any) -> None:
@@ -156,14 +155,14 @@ class Link(RuleBasedStateMachine):
 
     @rule()
     def exchange(self) -> None:
-        """An undisturbed moment."""
+        """All messages arrive and are acknowledged."""
         self.poll(BOTH_CHANNELS)
         for channel in Channel:
             self.deliver(channel, 100)
         self.now += 0.01
         self.acknowledge()
 
-    # --- what the network does
+    # --- events of the network
 
     def arrive(self, out: Packet) -> None:
         payload = None if out.payload is None else memoryview(bytes(out.payload))
@@ -210,14 +209,14 @@ class Link(RuleBasedStateMachine):
 
     @rule(channel=st.sampled_from(Channel), pick=st.integers(0, 1000))
     def lose(self, channel: Channel, pick: int) -> None:
-        """A frame vanishes on a connection that continues."""
+        """A frame is lost, although its connection continues."""
         frames = self.wires[channel].frames
         if frames:
             frames.pop(pick % len(frames))
 
     @rule(channel=st.sampled_from(Channel), seq=st.integers(1, 20))
     def old_epoch(self, channel: Channel, seq: int) -> None:
-        """Control messages, volumes and parts of volumes, perhaps of seqs that are used again."""
+        """Messages of the previous epoch, some with seqs that are used again, are ignored."""
         other = LinkSender(self.epoch - 1, create_policy("fifo"), LIMITS)
         for each in Channel:
             other.on_connected(each, 0.0)
@@ -232,7 +231,7 @@ class Link(RuleBasedStateMachine):
 
     @rule(channel=st.sampled_from(Channel), keep=st.integers(0, 5))
     def break_off(self, channel: Channel, keep: int) -> None:
-        """The connection breaks; a few of the frames under way still arrive."""
+        """The connection breaks; a few of the frames in flight still arrive."""
         wire = self.wires[channel]
         wire.up = False
         self.sender.on_disconnected(channel, self.now)
@@ -251,7 +250,7 @@ class Link(RuleBasedStateMachine):
             self.sender.on_ack(self.receiver.make_ack(channel), self.now)
         self.sender.on_connected(channel, self.now)
 
-    # --- what has to hold
+    # --- invariants
 
     @invariant()
     def valid(self) -> None:
@@ -266,7 +265,7 @@ class Link(RuleBasedStateMachine):
             assert len(buffer) == self.total(seq) * ROW
 
     def teardown(self) -> None:
-        """Everything has arrived exactly once after the last break."""
+        """After the last break everything has arrived exactly once."""
         for seq in self.given:
             if self.given[seq] < self.total(seq):
                 self.hand_over(seq, 99)
@@ -305,7 +304,7 @@ def test_delivery_is_exactly_once_and_in_order(policy: str, cut_through: bool) -
             max_examples=25,
             stateful_step_count=50,
             deadline=None,
-            # Shrinking so long a story takes minutes.
+            # Shrinking so long a sequence takes minutes.
             phases=(Phase.explicit, Phase.reuse, Phase.generate),
         ),
     )

@@ -15,7 +15,7 @@ RATE = 1e7
 
 
 def look(liveness: LinkLiveness, start: float, stop: float, busy: bool = True) -> str | None:
-    """Look twice a second from ``start`` to ``stop``."""
+    """Check twice a second from ``start`` to ``stop``."""
     now = start
     while now <= stop:
         reason = liveness.death_reason(now, busy)

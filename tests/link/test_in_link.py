@@ -1,4 +1,4 @@
-"""The receiving end of a link, fed by hand in virtual time."""
+"""The receiving end of a link, with the test as its sender, in virtual time."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +26,7 @@ from molink.wire.messages.serving import Cancel
 
 @dataclass(frozen=True)
 class Sender:
-    """A connection, and the peer that it is authorised as."""
+    """A connection, and the peer that it authenticated as."""
 
     identity: bytes
     peer_id: str
@@ -50,7 +50,7 @@ class FakeServer:
 
 
 class Bench:
-    """An InLink of stage 3 in epoch 7, fed by hand."""
+    """An InLink of stage 3 in epoch 7, with the test as its sender."""
 
     def __init__(self) -> None:
         self.server = FakeServer()
@@ -103,7 +103,7 @@ def test_a_hello_is_answered_with_what_has_arrived(bench: Bench) -> None:
 
 
 def test_late_hello_of_an_older_connection_is_ignored(bench: Bench) -> None:
-    """The first connection's hello is read late, after that of the second one."""
+    """The hello of the first connection is read after that of the second one."""
     bench.hello()
     again = Sender(b"\0two", "previous")
     bench.hello(again)
@@ -111,7 +111,7 @@ def test_late_hello_of_an_older_connection_is_ignored(bench: Bench) -> None:
     assert [identity for identity, _ in bench.server.sent] == [b"\0one", b"\0two", b"\0two"]
     bench.frame(0, again)
     assert [arrival.body for arrival in bench.arrivals] == [Tombstone(0)]
-    # Where the later one is gone, the earlier one is as good as any.
+    # Once the later connection is gone, the earlier one is used again.
     bench.server.lost.add(b"\0two")
     bench.hello()
     bench.frame(1)

@@ -1,4 +1,4 @@
-"""The sending end of a link, between a stage and channels that the test plays, in virtual time."""
+"""The sending end of a link, with the test as stage and network, in virtual time."""
 
 from typing import Any
 
@@ -40,7 +40,7 @@ from molink.wire.messages.serving import Cancel
 
 
 class FakeChannel:
-    """A connection that keeps what is sent on it."""
+    """A connection that records what is sent."""
 
     def __init__(self, queue: EventQueue, events: OutConnectionEvents) -> None:
         self.queue = queue

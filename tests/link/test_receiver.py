@@ -66,7 +66,7 @@ def test_volume_is_assembled_from_fragments() -> None:
 
 
 def test_unforwardable_header_is_rejected() -> None:
-    """A frame of small numbers has room for more than the next stage's may need."""
+    """Small numbers encode to few bytes; larger ones may exceed the next stage's limit."""
     feed = Feed(receiver(cut_through=True))
     slices = (
         RequestSlice(1, 0, 300, 0, blocks=(70_000,) * 800),
@@ -99,7 +99,7 @@ def test_cut_through_reports_rows_as_they_arrive() -> None:
     assert first.body == volume(1, 5, rows(5))
     assert (first.rows, len(first.payload)) == (2, 5 * ROW)
     assert first.payload[: 2 * ROW] == data[: 2 * ROW]
-    # Whoever computes with the first rows holds on to the buffer while others are written.
+    # The stage may use the buffer's first rows while later ones are written.
     with memoryview(first.payload) as held:
         fragment = VolumeFragment(1, 2, rows(1))
         assert feed(fragment, data[2 * ROW : 3 * ROW]) == [Arrival(fragment, None, 3)]
@@ -136,7 +136,7 @@ def test_endless_volumes_are_bounded() -> None:
     assert feed.made.num_unfinished == 3
     assert feed.made.counters.garbage == 97
     assert "exceeds the assembly limit" in feed.made.last_fault
-    # What has its room continues.
+    # A volume that has its buffer continues.
     assert feed(VolumeFragment(1, 1, rows(5)), bytes(5 * ROW))[0].rows == 6
     assert feed(volume(200, 6, rows(1)), bytes(ROW))[0].rows == 1
 

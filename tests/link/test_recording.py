@@ -1,4 +1,4 @@
-"""What is recorded of a policy, and what becomes of it when it is replayed."""
+"""Recordings of a policy's events, and their replay."""
 
 from collections.abc import Collection
 from typing import get_args
@@ -29,7 +29,7 @@ from molink.link.recording import RecordingPolicy, ReplayDifference, replay_reco
 from molink.wire.messages.data_plane import Channel
 
 BOTH = [Channel.DECODE, Channel.BULK]
-#: One of each kind, with numbers that no short decimal is.
+#: One event of each kind, with numbers that have no short decimal.
 EVENTS: list[LinkEvent] = [
     RowsProducedEvent(0, Channel.BULK, 3, 8192),
     DecodeStartedEvent(4, 0.1 + 0.2),
@@ -45,7 +45,7 @@ EVENTS: list[LinkEvent] = [
 
 
 class Echo:
-    """Decides by the last event, so that every recorded detail matters."""
+    """Decides by the last event, so that every recorded field matters."""
 
     name = "echo"
     single_channel = False

@@ -55,7 +55,7 @@ class TwoLanes(FifoPolicy):
 
 
 class Orders:
-    """A policy that says what it was made with."""
+    """A policy that returns given decisions."""
 
     name = "orders"
     single_channel = True
@@ -72,7 +72,7 @@ class Orders:
 
 
 class Halves:
-    """A policy that sends half a volume, waits a second, and sends the other half."""
+    """Sends half of a volume, waits a second, and sends the other half."""
 
     name = "halves"
     single_channel = False
@@ -140,7 +140,7 @@ def test_control_messages_precede_volumes_on_the_decode_channel() -> None:
 
 
 def seqs(sent: list[Packet]) -> list[tuple[Channel, int, int, int]]:
-    """Channel, seq, first row and number of rows of volumes' messages."""
+    """Channel, seq, first row and number of rows of each volume message."""
     bodies = [out.frame.body for out in sent]
     return [
         (out.channel, body.seq, getattr(body, "first", 0), body.payload.shape[0])
@@ -195,7 +195,7 @@ def test_volume_is_queued_in_parts() -> None:
         RowsProducedEvent(0, Channel.BULK, 3, ROW),
     ]
     second = sender.poll_packets(2.0)
-    # One message for what was granted, then the others, each of one buffer.
+    # One message for the rows that the policy granted, then the others, each with one buffer.
     assert seqs(second) == [
         (Channel.BULK, 7, 2, 1),
         (Channel.BULK, 7, 3, 4),
@@ -239,7 +239,7 @@ def test_full_link_accepts_rows_of_started_volumes() -> None:
     "decision", [SendRowsAction(0, 1), SendRowsAction(2, 1), SendRowsAction(1, 0)]
 )
 def test_sending_missing_rows_raises(decision: SendRowsAction) -> None:
-    """Volume 0 has no rows left at the moment, 2 never was, and no rows are nothing to send."""
+    """Volume 0 has no rows left now, volume 2 doesn't exist, and zero rows can't be sent."""
     sender = connected(LinkSender(1, Orders(SendRowsAction(0, 1), WaitAction(), decision)))
     header, data = volume(7, 3)
     sender.queue_volume(header, data[:ROW], 0.0)
@@ -302,7 +302,7 @@ def test_stalled_channel_resends_on_the_same_connection() -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_lost_messages_leave_the_in_flight_count(policy: str) -> None:
-    """A policy that bounds what is under way continues once it has been sent again."""
+    """A policy that bounds the bytes in flight continues after they are sent again."""
     sender = connected(LinkSender(1, create_policy(policy), SenderLimits(resend_after=10.0)))
     sender.queue_volume(*volume(1, 2), 0.0)
     lost = sender.poll_packets(0.0)

@@ -67,5 +67,5 @@ def test_digests_are_stable() -> None:
     assert span_digests(range(SPAN_TOKENS)) == (DIGEST,)
 
 
-#: Of the tokens 0 to 63, on any PC and in any version.
+#: Digest of the tokens 0 to 63, the same on any PC and in any version.
 DIGEST = 3678511507499414395

@@ -18,7 +18,7 @@ KEYS = count()
 
 
 def prompt(family: int, shared: int, own: int) -> RoutedPrompt:
-    """A prompt of ``shared`` spans of a family, and ``own`` ones."""
+    """A prompt of ``shared`` spans of a family, and ``own`` spans of its own."""
     key = next(KEYS)
     spans = [family * 1000 + index for index in range(shared)]
     spans += [10**6 + key * 1000 + index for index in range(own)]
@@ -103,7 +103,7 @@ def test_overloaded_pipelines_are_relieved(e2: E2Router, up: list[PipelineLoad])
     assert homes[0] == "a"
     assert set(homes) == {"a", "b", "c", "d"}
     assert e2.decision_counts["redirected"] > 0
-    # Each of them has it cached now.
+    # Each of them now has it cached.
     assert max(map(homes.count, "abcd")) <= 2 * min(map(homes.count, "abcd"))
 
 
@@ -111,7 +111,8 @@ def test_a_doubled_wait_replicates_the_prefix(e2: E2Router, up: list[PipelineLoa
     calm = E2Router(t_hbal=1e9)
     for load in up:
         calm.on_cache_report(load.name, CacheReport(0, True, capacity=100_000, costs=COSTS), 0.0)
-    now, waited = 0.0, (0.1, 0.1, 0.1, 0.1, 0.1, 9.0, 9.0, 9.0, 9.0)  # none precedes the first
+    # No work precedes the first one.
+    now, waited = 0.0, (0.1, 0.1, 0.1, 0.1, 0.1, 9.0, 9.0, 9.0, 9.0)
     for index, wait in enumerate(waited):
         now = 90.0 * (index // 5) + index
         again = prompt(1, 16, 1)

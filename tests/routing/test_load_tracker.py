@@ -12,7 +12,7 @@ def test_prefills_run_one_after_another() -> None:
     loads.add_request("first", RoutedRequest("a", 10.0, prefill_s=8.0, answer_s=1.0))
     loads.add_request("second", RoutedRequest("a", 12.0, prefill_s=4.0, answer_s=1.0))
     assert left(loads, 12.0) == 12.0
-    assert left(loads, 30.0) == 6.0  # late: not less than nothing
+    assert left(loads, 30.0) == 6.0  # it is late, but the remaining work isn't negative
     loads.on_first_token("first", 20.0)
     assert left(loads, 21.0) == 5.0
     loads.on_request_end("first", 9, 22.0)

@@ -44,7 +44,7 @@ PROMPT = RoutedPrompt("k", 100)
 
 
 class Broken(Router):
-    """Fails at every call."""
+    """A router whose calls all fail."""
 
     reads_spans = True
 

@@ -14,5 +14,5 @@ def workload() -> Workload:
 
 @pytest.fixture
 def baseline(workload: Workload) -> Scenario:
-    """All features off."""
+    """A policy without any of the features."""
     return Scenario.make_baseline(workload, link=LinkProfile(100, 30))

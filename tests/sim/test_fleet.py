@@ -1,4 +1,4 @@
-"""Fleets in virtual time: nothing is lost, and shared PCs slow each other down."""
+"""Fleets in virtual time: no request is lost, and stages on a shared PC slow each other down."""
 
 import json
 import random
@@ -62,7 +62,7 @@ def test_several_pipelines_share_the_load(ring: Scenario) -> None:
 
 
 def test_departures_cost_time_but_no_tokens(ring: Scenario) -> None:
-    # Two PCs hold the model, and so does one of them.
+    # Two PCs together hold the model, and so does one of them alone.
     steady = replace(ring, workload=replace(ring.workload, duration=25.0, output_tokens=40))
     churning = FleetScenario(steady, 3, peers=7, departures_per_hour=60.0, away_s=20.0)
     outcome, calm = (
@@ -132,7 +132,7 @@ def test_shared_pcs_or_uplinks_are_slower(ring: Scenario) -> None:
 
 @pytest.fixture
 def sharing(ring: Scenario) -> Scenario:
-    """Ten prefixes of 1024 tokens, requested again and again."""
+    """A workload with ten shared prefixes of 1024 tokens, which are requested again and again."""
     rows = tuple(
         TraceRow(float(index), 1100, 8, (2 * begin, 2 * begin + 1, 100 + index))
         for index in range(60)

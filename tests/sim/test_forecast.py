@@ -22,7 +22,7 @@ def test_forecast_of_three_stages() -> None:
     assert [each.count for each in planned.curve] == [3, 4, 5, 6]
     assert planned.micro_batches in (3, 4, 5, 6)
     assert planned.token_s >= planned.floor_s > 3 * 0.03
-    # A single request waits for nothing.
+    # A single request doesn't wait.
     assert planned.tpot_s == pytest.approx(planned.floor_s, rel=0.05)
     assert planned.ttft_s > planned.tpot_s
 
@@ -34,7 +34,7 @@ def test_lower_latency_is_faster() -> None:
 
 
 def test_predicted_ttft_is_near_the_simulated() -> None:
-    """On links so fast that packing and cut-through hardly matter."""
+    """The links are so fast that packing and cut-through hardly matter."""
     described = Scenario(LOAD, link=LinkProfile(1000.0, 1.0))
     simulated = plan_ring(described, streams=1, prompt_tokens=512, output_tokens=2).ttft_s
     assert predict_ttft(ring_times(described), 512) == pytest.approx(simulated, rel=0.2)

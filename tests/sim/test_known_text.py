@@ -10,7 +10,7 @@ from molink.sim.scenario import Scenario
 from molink.sim.simulate import simulate_scenario
 from molink.sim.workload import Workload
 
-#: Answers that repeat their prompt, and one that is unpredictable.
+#: Answers that repeat their prompt, and an unpredictable one.
 COPY = tuple(range(100, 150))
 TEXTS = (KnownText(COPY, COPY[5:40]), KnownText(tuple(range(9)), tuple(range(50, 90))))
 
@@ -51,7 +51,7 @@ def test_right_drafts_save_round_trips() -> None:
 
 
 def test_forced_tokens_are_drafted() -> None:
-    # Of each ten tokens five are forced; otherwise they are unpredictable.
+    # Of every ten tokens five are forced; the others are unpredictable.
     answer = tuple(range(200, 250))
     runs = tuple(5 - at % 10 if at % 10 < 5 else 0 for at in range(50))
     text = KnownText(tuple(range(9)), answer, runs)
@@ -69,7 +69,7 @@ def test_forced_tokens_are_drafted() -> None:
 
 
 def with_drafts(right: int) -> tuple[KnownText, ...]:
-    """Each text with model drafts of which that many are right."""
+    """Each text with model drafts, of which the share ``right`` is right."""
     found = []
     for text in TEXTS:
         rest = [text.answer[at : at + 4] for at in range(len(text.answer))]

@@ -13,7 +13,7 @@ Times = tuple[float, float, float]
 
 
 class Taker:
-    """Records the times of messages."""
+    """Records the times at which messages arrive."""
 
     def __init__(self) -> None:
         self.times: list[Times] = []
@@ -83,7 +83,7 @@ def test_connections_share_the_uplink(congestion: str) -> None:
     ready: list[float] = []
     link_model.call_when_ready(Channel.BULK, lambda: ready.append(event_queue.now))
     event_queue.run(60.0)
-    # Unsent bytes of the other channel don't delay it, only those in the queue.
+    # The message waits for bytes in the queue, not for unsent ones of the other channel.
     assert 0.555 <= decode.times[0][2] < 0.5 + 0.05 + 0.1 + QUEUE / 1e6
     assert 1.0 < bulk.times[0][2] < 3.0
     assert len(ready) == 1
@@ -93,7 +93,7 @@ def test_connections_share_the_uplink(congestion: str) -> None:
 def test_messages_of_a_channel_keep_their_order() -> None:
     event_queue, order = EventQueue(), list[str]()
     link_model = make_tcp(event_queue, "cubic")
-    # Rows being packed are not overtaken.
+    # Rows that are being packed are not overtaken.
     link_model.send_message(Channel.BULK, 100, 0.2, lambda *_: order.append("packed"))
     link_model.send_message(Channel.BULK, 100, 0.1, lambda *_: order.append("plain"))
     event_queue.run(1.0)

@@ -1,4 +1,4 @@
-"""Profiles of real folders weigh what their facts say."""
+"""Profiles of real folders have the bytes of their facts."""
 
 from pathlib import Path
 from typing import Any

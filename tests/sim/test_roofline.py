@@ -27,7 +27,7 @@ def test_weight_bytes() -> None:
 @pytest.mark.parametrize(
     ("rows", "milliseconds"),
     [
-        # 1 for the pass, 2 for reading 2 MB at 1 GB/s.
+        # 1 ms for the pass, and 2 ms for reading 2 MB at 1 GB/s.
         (StepRows(decode=1), 3.0),
         (StepRows(decode=3, prefill=1), 3.0),
         # plus 1 MB of logits.
@@ -52,7 +52,7 @@ def test_a_mixture_reads_what_rows_choose() -> None:
     # Four experts of 100 * 3 * 300 weights, of which a row chooses one, beside 200,000 others.
     mixture = replace(
         MODEL,
-        intermediate=900,  # what a row meets
+        intermediate=900,  # the experts that a row chooses
         bytes_per_parameter=2 * 560_000 / 290_000,
         head_bytes=2.0,
         expert_share=360_000 / 560_000,
@@ -62,7 +62,8 @@ def test_a_mixture_reads_what_rows_choose() -> None:
     stage = Roofline(DEVICE, mixture, 5, is_last=False)
     assert stage.weight_bytes == pytest.approx(5_600_000)
     assert Roofline(DEVICE, mixture, 5, is_last=True).weight_bytes == pytest.approx(6_600_000)
-    # One row meets 290,000 weights a layer, two 200,000 and 7/16 of the experts, many all.
+    # One row reads 290,000 weights per layer, two rows 200,000 and 7/16 of the experts, many rows
+    # all.
     for rows, megabytes in ((1, 2.9), (2, 2.0 + 3.6 * 7 / 16), (200, 5.6)):
         assert stage.step_s(StepRows(decode=rows)) == pytest.approx((1 + megabytes) / 1000)
 
@@ -80,7 +81,7 @@ def test_experts_in_host_memory_take_the_time_of_the_cpu() -> None:
     stage = Roofline(DEVICE, mixture, 5, is_last=False, host=HostShare(0.5, slower))
     assert stage.host_bytes == pytest.approx(1_800_000)
     assert stage.weight_bytes == pytest.approx(3_800_000)
-    # A row meets 900,000 bytes of experts, half of which take four times as long.
+    # A row reads 900,000 bytes of experts, half of which take four times as long.
     assert stage.step_s(StepRows(decode=1)) == pytest.approx((1 + 2.45 + 4 * 0.45) / 1000)
     none = Roofline(DEVICE, mixture, 5, is_last=False, host=HostShare(0.0, slower))
     whole = Roofline(DEVICE, mixture, 5, is_last=False)
@@ -88,7 +89,8 @@ def test_experts_in_host_memory_take_the_time_of_the_cpu() -> None:
 
 
 def test_kv_capacity() -> None:
-    # 9 GB of 10, less 0.75 for activations and 0.003 of weights, by 800 bytes per token.
+    # 9 GB of 10 are used. 0.75 GB for activations and 0.003 GB of weights are subtracted; 800 bytes
+    # hold a token.
     assert roofline().kv_tokens(DEVICE) == 10_308_750
     tiny = DeviceProfile("d", "", 2, 1, 0.8, 0.5, 1.0, step_ms=1.0)
     assert roofline().kv_tokens(tiny) == 0

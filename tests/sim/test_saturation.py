@@ -35,7 +35,7 @@ def core(tmp_path: Path) -> str:
 
 
 def measure(scenario: Scenario) -> list[float]:
-    """Means of first token, time per token and whole answer, in seconds."""
+    """Means of time to first token, time per token and whole answer, in seconds."""
     report = simulate_scenario(replace(scenario, shape=MODEL)).report
     means = [report.ttft_s.mean, report.tpot_s.mean, report.latency_s.mean]
     return [mean for mean in means if mean is not None]

@@ -23,7 +23,7 @@ from molink.wire.messages.data_plane import Channel
 
 LATENCY = 0.03
 ROUND_TRIP = 2 * LATENCY
-#: 100 Mbps, and the queue of the rig.
+#: 100 Mbps, and the emulated network's queue.
 RATE = 12.5e6
 ROOM = 256 * 1024
 PROMPT = 14_000_000
@@ -67,7 +67,7 @@ class Line:
         )
 
     def take(self, nbytes: int, at: float) -> float:
-        """Seconds of a message that is sent alone."""
+        """Seconds that a message takes alone."""
         self.event_queue.schedule_at(at, self.write, nbytes)
         self.event_queue.run(at + 60.0)
         return self.arrivals[-1][1] - at
@@ -136,7 +136,7 @@ def test_hystart_ends_slow_start_before_a_queue_as_long_as_the_pipe_overflows() 
     line.take(PROMPT, 0.0)
     assert line.uplink.dropped_bytes == 0
     assert pipe / 2 < cubic_of(line).threshold < 2 * pipe
-    # In slow start half of a round trip's segments queue up: too much for a third of that.
+    # In slow start half of a round trip's segments queue up, which exceeds a queue of a third.
     short = Line("cubic", room=pipe // 3)
     short.take(PROMPT, 0.0)
     assert short.uplink.dropped_bytes > 0
@@ -145,7 +145,7 @@ def test_hystart_ends_slow_start_before_a_queue_as_long_as_the_pipe_overflows() 
 def test_a_loss_reduces_the_window_and_cubic_restores_it() -> None:
     line = Line("cubic")
     cubic = cubic_of(line)
-    # More than the queue holds, as when a window survives a short pause.
+    # A burst longer than the queue, as when a window survives a short pause.
     cubic.window = cubic.threshold = 2 * ROOM
     line.write(40 * PROMPT)
     assert line.uplink.dropped_bytes == pytest.approx(ROOM, rel=0.02)
@@ -178,7 +178,7 @@ def test_small_messages_are_paced_as_in_startup() -> None:
     for index in range(5):
         line.event_queue.schedule_at(0.5 * index, line.write, INITIAL_WINDOW)
     line.event_queue.run(10.0)
-    # A round trip carries all that is offered, so the pacing rate stays 2.89 times that.
+    # A round trip's pacing rate carries all data offered, so it stays 2.89 times that rate.
     assert bbr_of(line).mode is BbrMode.STARTUP
     rate = HIGH_GAIN * INITIAL_WINDOW / ROUND_TRIP
     assert bbr_of(line).pacing_rate == pytest.approx(rate)
@@ -191,9 +191,9 @@ def test_small_messages_are_paced_as_in_startup() -> None:
     ("name", "channel", "measured"),
     [
         ("cubic", Channel.DECODE, 0.0175),
-        # Before decode channels were switched.
+        # Before BBR was set on decode channels.
         ("bbr", Channel.BULK, 0.025),
-        # Switched, and still paced.
+        # With BBR, which still paces.
         ("bbr", Channel.DECODE, 0.021),
     ],
 )
@@ -202,7 +202,7 @@ def test_decode_latency_on_an_idle_hop_matches_the_rig(
 ) -> None:
     link, latency, handling = LinkProfile(), 0.015, 0.0011
     line = Line(name, link.rate, link.queue, latency, channel)
-    # docs/results/link.json, "idle_ms": 16 KB now and then, and a heartbeat every tenth of a
+    # docs/results/link.json, "idle_ms": occasional messages of 16 KB, and ten heartbeats per
     # second.
     for index in range(20):
         line.event_queue.schedule_at(0.3 * index, line.write, 16 * 1024)

@@ -1,4 +1,4 @@
-"""Small tokenizers of the kinds that models have, trained or built on the spot."""
+"""Small tokenizers of the kinds that models use, trained or built by the tests."""
 
 from collections.abc import Callable
 
@@ -14,7 +14,7 @@ TEXT = [
 
 
 def byte_level() -> tokenizers.Tokenizer:
-    """As GPT-2, Llama 3 and Qwen have it."""
+    """The kind of GPT-2, Llama 3 and Qwen."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -37,7 +37,7 @@ def _byte_fallback_vocab() -> list[tuple[str, float]]:
 
 
 def unigram_llama() -> tokenizers.Tokenizer:
-    """As Llama 2 and Mistral have it: byte fallback, a leading space that is stripped."""
+    """The kind of Llama 2 and Mistral: byte fallback, and a leading space that is stripped."""
     tokenizer = tokenizers.Tokenizer(models.Unigram(_byte_fallback_vocab(), 0, byte_fallback=True))
     tokenizer.normalizer = normalizers.Sequence(
         [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
@@ -55,7 +55,7 @@ def unigram_llama() -> tokenizers.Tokenizer:
 
 
 def unigram_gemma() -> tokenizers.Tokenizer:
-    """Byte fallback without anything at the beginning."""
+    """Byte fallback, and nothing at the beginning."""
     tokenizer = tokenizers.Tokenizer(models.Unigram(_byte_fallback_vocab(), 0, byte_fallback=True))
     tokenizer.normalizer = normalizers.Replace(" ", "▁")
     tokenizer.decoder = decoders.Sequence(
@@ -65,7 +65,7 @@ def unigram_gemma() -> tokenizers.Tokenizer:
 
 
 def metaspace() -> tokenizers.Tokenizer:
-    """Plain SentencePiece: ``▁`` before words, unknown characters lost."""
+    """Plain SentencePiece: ``▁`` before words; unknown characters are lost."""
     vocabulary = [piece for piece in _byte_fallback_vocab() if not piece[0].startswith("<0x")]
     tokenizer = tokenizers.Tokenizer(models.Unigram(vocabulary, 0, byte_fallback=False))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
@@ -78,7 +78,7 @@ KNOWN = (byte_level, unigram_llama, unigram_gemma, metaspace)
 
 @pytest.fixture(scope="module", params=KNOWN, ids=lambda make: make.__name__)
 def known(request: pytest.FixtureRequest) -> tokenizers.Tokenizer:
-    """Each kind of tokenizer whose decoder we know."""
+    """One tokenizer of each kind with a known decoder."""
     make: Callable[[], tokenizers.Tokenizer] = request.param
     return make()
 

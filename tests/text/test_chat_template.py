@@ -1,4 +1,4 @@
-"""Chat templates: equal to ``transformers``', and harmless even if hostile."""
+"""Chat templates give ``transformers``' prompts, and hostile ones do no harm."""
 
 import json
 from pathlib import Path

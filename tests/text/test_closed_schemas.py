@@ -1,4 +1,4 @@
-"""Keys that a schema does not name are forbidden, unless it says otherwise."""
+"""Keys that a schema does not name are forbidden, unless the schema allows them."""
 
 import json
 from typing import Annotated, Any, Literal
@@ -34,7 +34,7 @@ def accepted(schema: Any, answer: str) -> bool:
     return allows(build_grammar("json_schema", json.dumps(schema), "line"), answer)
 
 
-#: Schema, answers to it, and what is no answer to it.
+#: Schema, valid answers, and invalid ones.
 CLOSED: dict[str, tuple[Any, list[str], list[str]]] = {
     "properties": (A, ['{"a": 1}'], ['{"a": 1, "b": 2}', '{"a": 1, "": 2}']),
     "no properties": ({"type": "object", "properties": {}}, ["{}"], ['{"b": 2}']),
@@ -147,7 +147,7 @@ class Zoo(pydantic.BaseModel):
 
 
 def test_models_of_pydantic() -> None:
-    """Its schemas never forbid keys; ``oneOf`` of a discriminated union needs that."""
+    """pydantic's schemas never forbid keys, which ``oneOf`` of a discriminated union needs."""
     schema = Zoo.model_json_schema()
     cat, dog = '{"kind": "cat", "lives": 9}', '{"kind": "dog", "tricks": ["sit"]}'
     good = f'{{"animals": [{cat}, {dog}], "boss": {cat}, "visitors": {{"any": 1}}}}'

@@ -1,4 +1,4 @@
-"""Incremental detokenization against what ``tokenizers`` decodes from all tokens at once."""
+"""Incremental detokenization compared with ``tokenizers``' decoding of all tokens at once."""
 
 import string
 from collections.abc import Sequence
@@ -111,8 +111,9 @@ def test_ids_that_do_not_exist_say_nothing(known: tokenizers.Tokenizer) -> None:
 @_SETTINGS
 @given(text=_TEXTS)
 def test_window_equals_decode(byte_tokenizer: tokenizers.Tokenizer, text: str) -> None:
-    """The fallback for decoders we don't know, here on one that we do."""
-    assume("\ufffd\ufffd" not in text)  # to it they look like half a character, held too long
+    """The fallback for unknown decoders, tested with a known one."""
+    # To the fallback they look like an incomplete character, held too long.
+    assume("\ufffd\ufffd" not in text)
     tokenizer = byte_tokenizer
     ids = tokenizer.encode(text, add_special_tokens=False).ids
     special = frozenset(

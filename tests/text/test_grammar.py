@@ -1,4 +1,4 @@
-"""Grammars: what is made of them, what is refused, and which tokens they let come next."""
+"""Grammars: how they are compiled, which are refused, and which next tokens they allow."""
 
 import contextlib
 import json
@@ -45,7 +45,7 @@ def tokens_of(mask: bytes) -> set[int]:
 
 
 def allows(constraint: GrammarMatcher, tokens: Sequence[int]) -> bool:
-    """Whether an answer may be just these tokens, and then has to end."""
+    """Whether these tokens are a complete answer that can't continue."""
     for token in tokens:
         if token not in tokens_of(constraint.compute_masks()[0]):
             return False
@@ -54,7 +54,7 @@ def allows(constraint: GrammarMatcher, tokens: Sequence[int]) -> bool:
 
 
 def begin(constraint: GrammarMatcher, count: int) -> None:
-    """The first so many tokens of an answer."""
+    """Add the first ``count`` allowed tokens of an answer."""
     for _ in range(count):
         constraint.add_tokens([min(tokens_of(constraint.compute_masks()[0]))])
 
@@ -203,7 +203,7 @@ def test_after_drafts_it_is_where_it_was(tokenizer: Tokenizer, grammars: Grammar
 def test_a_slow_compilation_fails_the_request(
     grammars: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The next attempt finds it done."""
+    """The next attempt finds the compiled grammar."""
     gate = threading.Event()
     real = matcher.load_grammar_tokenizer
 

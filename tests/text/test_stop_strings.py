@@ -8,7 +8,7 @@ from molink.text.stop_strings import StopStringFinder
 
 
 def expected(text: str, stops: list[str]) -> tuple[str, str | None]:
-    """The cut by definition: the match that ends first, of several the longest."""
+    """The cut by definition: at the match that ends first, and of several at the longest."""
     ends = [
         (index + len(stop), -len(stop), stop)
         for stop in stops

@@ -1,4 +1,4 @@
-"""Tokenizers that would blow a text up are refused before they see one."""
+"""Tokenizers that would expand a text too much are refused before they get one."""
 
 import base64
 import json

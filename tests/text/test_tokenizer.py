@@ -1,4 +1,4 @@
-"""A model folder's tokenizer and what its configs say."""
+"""A model folder's tokenizer, and settings from its configs."""
 
 import asyncio
 import json
@@ -108,7 +108,7 @@ def test_the_end_of_texts_to_embed(
     copy.save(str(tmp_path / "tokenizer.json"))
     config = {"bos_token": "<|start|>", "eos_token": "<|end|>", "add_eos_token": True}
     write(tmp_path, "tokenizer_config.json", config | {"add_bos_token": adds_bos})
-    # Generating models have the field by mistake.
+    # Generating models have this field by mistake.
     assert end not in Tokenizer.open(tmp_path).encode("hello")
     write_modules(
         tmp_path, ["Transformer", "Pooling"], {"1_Pooling": {"pooling_mode": "lasttoken"}}

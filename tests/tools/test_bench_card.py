@@ -1,4 +1,4 @@
-"""``tools.bench_card`` and ``molink bench stage`` time the same steps, without a card here."""
+"""``tools.bench_card`` and ``molink bench stage`` time the same steps; tested without a card."""
 
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,6 @@ def test_both_benchmarks_time_the_same_step(
     profile_stage(stage, 1 << 30, BLOCK_SIZE, seconds=60)
     by_profile = [step for step in steps if len(step[1]) == ROWS]
     assert by_tool[0][2] == tuple(range(ROWS))
-    assert {len(step) for step in by_tool} == {5}  # each was sampled
+    assert {len(step) for step in by_tool} == {5}  # each step was sampled
     assert all(step == by_tool[0] for step in by_tool + by_profile)
     assert by_profile

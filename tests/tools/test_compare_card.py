@@ -14,7 +14,7 @@ MIXTURE = make_bench_model.Shape(64, 4, 2, 16, 32, experts=4, active=2)
 
 
 class FakePrograms(LlamaPrograms):
-    """llama.cpp's programs with prepared output."""
+    """Replaces llama.cpp's programs; their output is fixed."""
 
     def _run_program(self, program: str, model: Path, options: list[str]) -> str:
         assert model.is_file()

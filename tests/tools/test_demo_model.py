@@ -183,7 +183,7 @@ def test_tells_a_long_story(network: Qwen2ForCausalLM, tokenizer: Tokenizer) -> 
     assert len(tokenizer.encode(story.text).ids) >= 150
 
 
-@pytest.mark.slow  # the model's file changes only when it is trained again
+@pytest.mark.slow  # the model's file changes only when it is retrained
 def test_perplexity_is_below_a_five_gram(network: Qwen2ForCausalLM, tokenizer: Tokenizer) -> None:
     trained = [*select_conversations("train", TRAIN_SIZE, SEED), *select_refinement(SEED)]
     held_out = select_conversations("held_out", 80, SEED)

@@ -1,4 +1,4 @@
-"""Emulated stages: their times, their rows, and a ring of them on real sockets."""
+"""Emulated stages: their times and rows, and a ring of them on real sockets."""
 
 import os
 import queue
@@ -116,13 +116,13 @@ async def test_ring_of_emulated_stages_answers_every_request(emulation: Emulatio
 
 
 def of(name: str, stage: Member) -> float:
-    """A gauge of a stage, 0 before its first report."""
+    """A stage's gauge; 0 before its first report."""
     return stage.stats.gauges[name] if stage.stats is not None else 0.0
 
 
 @pytest.mark.slow
 async def test_first_stage_learns_of_slow_stage(tmp_path: Path, emulation: Emulation) -> None:
-    # A step takes 2 ms, and as much for each row; turns are mostly latency.
+    # A step takes 2 ms, and 2 ms more per row; a round trip is mostly latency.
     device = DEVICE.replace("tflops = 100", "tflops = 38e-6").replace("step_ms = 1", "step_ms = 2")
     (tmp_path / "device.toml").write_text(device)
     emulation = msgspec.structs.replace(emulation, hot=(1, 400, 20.0))

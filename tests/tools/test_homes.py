@@ -1,4 +1,4 @@
-"""Homes of the rig: what the internet sees of a PC behind each kind of router, and who gets in."""
+"""Emulated homes: how a PC behind each kind of router looks from outside, and who can connect."""
 
 import json
 import subprocess
@@ -14,7 +14,7 @@ from tools.wan.homes import KINDS, Homes, Kind, homes_unavailable
 pytestmark = pytest.mark.skipif(
     homes_unavailable() is not None, reason=f"no homes here: {homes_unavailable()}"
 )
-#: Answers with the caller's address, on two ports.
+#: A server on two ports that answers with the caller's address.
 SERVE = """
 import select, socket, sys
 ports = [socket.create_server(("0.0.0.0", port)) for port in (443, 5000)]
@@ -25,7 +25,7 @@ while True:
         caller.sendall(f"{address[0]} {address[1]}".encode())
         caller.close()
 """
-#: Asks two hosts from one local port, then listens there: what came in, until its input ends.
+#: Calls two hosts from one local port, then listens there, and prints what arrives until EOF.
 ASK = """
 import json, select, socket, sys
 seen = {}
@@ -47,7 +47,7 @@ while sys.stdin not in (ready := select.select([listener, sys.stdin], [], [])[0]
     callers.add(listener.accept()[1][0])
 print(json.dumps(sorted(callers)))
 """
-#: Tries to connect to the address that another home shows.
+#: Tries to connect to the address that the other home shows.
 CALL = """
 import socket, sys
 calling = socket.socket()
@@ -64,7 +64,7 @@ Observations = dict[Kind, tuple[dict[str, str], list[str]]]
 
 @pytest.fixture(scope="module")
 def observed() -> Iterator[Observations]:
-    """What servers see of the PC of each kind, and which homes can connect to that."""
+    """The addresses that servers see of a PC behind each router, and which homes can reach it."""
     kinds: tuple[Kind, ...] = ("open", "open", *KINDS)
     targets = json.dumps([(HUB, 5000), (HUB, 443), (OTHER, 443)])
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
@@ -81,7 +81,7 @@ def observed() -> Iterator[Observations]:
         calling = []
         for kind in KINDS[1:]:
             where = next(filter(None, seen[kind].values())).split()
-            # From another port of a known address, and from an unknown address.
+            # A connection from another port of a known address, and one from an unknown address.
             for caller in (0, STRANGER):
                 call = [sys.executable, "-c", CALL, *where]
                 calling.append(homes.run(caller, call))

@@ -18,6 +18,6 @@ def test_quantized_weights_cost_little_quality() -> None:
         assert row.divergence < (0.01 if coarse else 0.001)
         assert row.perplexity < exact.perplexity * (1.02 if coarse else 1.002)
         assert row.agreement > (0.95 if coarse else 0.99)
-        # Exact weights may be kept as bf16, as the file has them: bf16 rows need no less then.
+        # Exact weights may stay in the file's bf16, so modes with bf16 rows don't need fewer bytes.
         quantized = row.mode.startswith(("int8", "nf4")) and "KV" not in row.mode
         assert row.layer_bytes <= exact.layer_bytes * (0.6 if quantized else 1.0)

@@ -1,4 +1,4 @@
-"""The layer that tools.train_demo_model adds to the bundled model, as molink runs it."""
+"""The MTP layer that tools.train_demo_model adds to the bundled model, as molink runs it."""
 
 from pathlib import Path
 

@@ -39,7 +39,7 @@ def outcome(ttft: float, tpot: float, p99: float) -> dict[str, Any]:
 
 
 def found(**systems: dict[str, Any]) -> dict[str, Any]:
-    """The same figures at every setting: all of molink's, those of ``fifo``, no others."""
+    """The same figures at every setting: molink's, and those of ``fifo``, for no other systems."""
     ours, fifo = outcome(0.5, 0.11, 0.12), outcome(1.2, 0.3, 0.6)
     return {
         "seed": 0,
@@ -104,8 +104,8 @@ def test_targets_compare_with_best_of_same_simulator() -> None:
     verdicts = {
         each.what: each for each in judge_targets(Results(found(**rival))) if "0.7" in each.where
     }
-    # 0.11 s per token beside 0.10 is 10 % more: not within 1 %, and too much to be compared by its
-    # time to a first token; so the best comparable is the rival itself.
+    # 0.11 s per token is 10 % more than 0.10 s: not within 1 %, and too much for a comparison of
+    # the time to first token, so the best comparable policy is the rival itself.
     assert verdicts["TPOT / best policy's"].value == pytest.approx(1.1)
     assert not verdicts["TPOT / best policy's"].met
     assert verdicts["TTFT / best comparable policy's"].value == pytest.approx(0.5 / 0.4)

@@ -1,4 +1,4 @@
-"""molink's placement beside the exhaustive search, and that search beside plain enumeration."""
+"""molink's placement and an exhaustive search, which is compared with plain enumeration."""
 
 from collections import Counter
 from itertools import pairwise, permutations
@@ -18,7 +18,7 @@ SWARMS = list(read_swarms())
 def test_placement_is_within_two_percent_of_the_best(swarm: Swarm) -> None:
     found = compare_placements(swarm)
     assert 1 - 1e-9 <= found.known / found.best <= 1.02
-    # A serving ring is left only for one that is a tenth better.
+    # A serving ring is replaced only by one that is a tenth better.
     assert found.settled / found.best <= 1.1
     assert found.settled <= found.first * (1 + 1e-9)
     places = {swarm.places[index] for index in ring_order(swarm, found.placed)}

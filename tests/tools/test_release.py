@@ -1,4 +1,4 @@
-"""A release is the same bytes for everybody, and lists what it has."""
+"""A release has the same bytes on every PC, and lists its files."""
 
 import hashlib
 import json
@@ -43,7 +43,7 @@ def test_the_archive_makes_the_same_wheel(built_wheel: Path, tmp_path: Path) -> 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A release without its source archive, whose turn is in a slow test."""
+    """A release without its source archive, which a slow test covers."""
     folder = tmp_path_factory.mktemp("release") / URL.rpartition("/")[2]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(release, "build_archive", lambda *_: None)

@@ -1,4 +1,4 @@
-"""The WAN rig: shaping without I/O; namespaces and the relay as root."""
+"""The emulated WAN: shaping without I/O; namespaces and the relay as root."""
 
 import os
 import signal
@@ -79,7 +79,7 @@ def test_packet_passes_uplink_delay_and_downlink() -> None:
     assert net.next_at == pytest.approx(5.011)
     assert drain(net, 5.0129) == []
     assert net.next_at == pytest.approx(5.013)
-    # A late look delivers late, but counts from when each was due.
+    # A packet that is sent late still counts from its due time.
     assert drain(net, 6.0) == [(1, 5.013, 1), (1, 5.015, 2)]
     assert net.next_at == float("inf")
 
@@ -259,7 +259,7 @@ def test_leftovers_of_killed_process_are_removed() -> None:
     assert owner.stdout is not None
     assert owner.stdout.readline() == b"up\n"
     assert len(list_namespaces(owner.pid)) == 2
-    # Before that, its program is on no node yet.
+    # Before that, the node's program doesn't run yet.
     while "sleep" not in [p.name() for p in psutil.Process(owner.pid).children(recursive=True)]:
         time.sleep(0.01)
     owner.send_signal(signal.SIGKILL)

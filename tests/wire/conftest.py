@@ -11,7 +11,7 @@ from molink.facts.profile import Profile
 
 
 def _ascending(points: tuple[tuple[int, float], ...]) -> tuple[tuple[int, float], ...]:
-    """As a profile demands them."""
+    """In ascending order, as profiles require."""
     return tuple(sorted(dict(points).items()))
 
 

@@ -1,4 +1,4 @@
-"""Load messages stay small, whatever values they have."""
+"""Load messages stay small for any values."""
 
 import msgspec
 import pytest

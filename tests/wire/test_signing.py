@@ -1,4 +1,4 @@
-"""Signatures: whose they are, for what, and of which bytes."""
+"""Signatures are valid only for their key, their purpose and their exact bytes."""
 
 import pytest
 import zmq

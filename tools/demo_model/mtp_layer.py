@@ -38,7 +38,7 @@ from tools.demo_model.train import (
     set_rate,
 )
 
-#: Tokens ahead that it learns, and how much less each counts than the one before.
+#: Tokens ahead that it learns, and the factor by which each counts less than the one before.
 _AHEAD, _FADING = 3, 0.8
 _PREFIX = "model.mtp_layers.0."
 
@@ -54,7 +54,7 @@ class MtpLayer(nn.Module):
         self.hidden_layernorm = Qwen2RMSNorm(hidden, config.rms_norm_eps)
         self.input_proj = nn.Linear(2 * hidden, hidden, bias=False)
         self.layer = Qwen2DecoderLayer(config, 0)
-        # It begins as the model's last layer.
+        # Initialized as the model's last layer.
         self.layer.load_state_dict(network.model.layers[-1].state_dict())
         self.final_layernorm = Qwen2RMSNorm(hidden, config.rms_norm_eps)
         self.final_layernorm.load_state_dict(network.model.norm.state_dict())

@@ -31,7 +31,7 @@ from tools.demo_model.tokenizer import (
 
 #: Sizes of the two splits and of the part the tokenizer is trained on, in conversations.
 TRAIN_SIZE, HELD_OUT_SIZE, TOKENIZER_SIZE = 24_000, 1_000, 8_000
-#: Topics that the first training leaves weakest, asked so many times more often in the second.
+#: Topics that the first training leaves weakest, with the factor of their frequency in the second.
 EMPHASIS = {
     **dict.fromkeys(("day_after", "day_before", "month_after", "month_before"), 4.0),
     **dict.fromkeys(("count_to", "count_down"), 5.0),
@@ -206,7 +206,7 @@ def select_refinement(seed: int) -> list[Conversation]:
 
 
 def refine_model(folder: Path, plan: Plan) -> None:
-    """Go on from a written model folder, with more of what it finds hard, and write it again."""
+    """Continue the training of a model folder with more of its weakest topics, and rewrite it."""
     torch.manual_seed(plan.seed)
     torch.use_deterministic_algorithms(True)
     tokenizer, network = load_tokenizer(folder), load_network(folder)

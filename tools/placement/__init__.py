@@ -1,1 +1,1 @@
-"""molink's placement beside an exhaustive search, over described swarms."""
+"""molink's placement compared with an exhaustive search, over described swarms."""

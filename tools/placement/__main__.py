@@ -1,4 +1,4 @@
-"""Print molink's placement beside the best one, by the time per token of one stream.
+"""Compare molink's placement with the best one, by the time per token of one stream.
 
 Usage: ``python -m tools.placement``. *first*, *settled* and *known* are ratios to the best ring:
 placed by latencies and losses alone, as before serving; after the links of each ring were measured
@@ -55,14 +55,14 @@ def compare_placements(swarm: Swarm) -> Comparison:
     ]
     times = [ring_time(swarm, costs, one) for one in (found[0], found[-1], known)]
     search = ExhaustiveSearch(swarm.facts.layers, hosts, costs, MAX_STAGES)
-    # A little longer than molink's, so that the best ring is found even if it is the same.
+    # A little longer than molink's time, so that the best ring is found even if it is the same.
     best, _ = search.find_best(min(times) * 1.0001)
     first, settled, of_known = times
     return Comparison(best, first, settled, of_known, seconds, known)
 
 
 def ring_costs(swarm: Swarm) -> RingCosts:
-    """What hops and asking take, from the description."""
+    """Costs of hops and of the way to the first stage, from the description."""
     row = row_bytes(swarm.facts, "auto")
 
     def hop_s(link: Link, nbytes: float) -> float:
@@ -106,7 +106,7 @@ def _place(swarm: Swarm, links: Links, serving: Sequence[tuple[str, LayerRange]]
 
 
 def _placements(swarm: Swarm) -> Iterator[Placement]:
-    """The rings that serve one after another while links are measured by serving."""
+    """The rings that serve in turn, as serving measures their links."""
     links = swarm.measured_links(rates=False)
     serving: list[tuple[str, LayerRange]] = []
     for _ in range(_MAX_ROUNDS):
@@ -117,7 +117,7 @@ def _placements(swarm: Swarm) -> Iterator[Placement]:
             return
         serving = ring
         order = ring_order(swarm, placed)
-        # The last link carries only tokens: they tell nothing of its rate.
+        # The last link carries only tokens, which don't reveal its rate.
         for source, target in pairwise(order):
             one, other = swarm.candidates[source].peer, swarm.candidates[target].peer
             links.record_measurement(one, other, None, swarm.links[source][target].rate)

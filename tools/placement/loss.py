@@ -1,4 +1,4 @@
-"""Measure what lost packets cost rows on a TCP connection, beside what placement expects.
+"""Measure how lost packets delay rows on a TCP connection, compared with placement's estimate.
 
 Usage: ``python -m tools.placement.loss``; needs Linux and root (:mod:`tools.wan`). Each line sends
 a row every 100 ms on each of 20 connections between two nodes of the rig under CUBIC.

@@ -31,7 +31,7 @@ class Link:
 class Swarm:
     """PCs in joining order, the place of each, and ``links[i][j]`` from PC ``i`` to ``j``.
 
-    People ask at the PCs ``askers``.
+    Requests come from the PCs ``askers``.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Swarm:
     askers: Sequence[int]
 
     def measured_links(self, *, rates: bool) -> Links:
-        """What molink knows of the links; before it has served, no ``rates``."""
+        """The links as molink knows them; before it has served, without ``rates``."""
         found = Links()
         for i, one in enumerate(self.candidates):
             for j, other in enumerate(self.candidates):

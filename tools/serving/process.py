@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 START_S = 300.0
-#: Endpoint port, and what says that the swarm is open, in the output of `molink up`.
+#: Endpoint port, and the line in the output of `molink up` that reports an open swarm.
 ENDPOINT = re.compile(r"http://127\.0\.0\.1:(\d+)")
 OPENED = re.compile(r"(To add a PC)")
 INVITE = (sys.executable, "-m", "molinkd", "invite", "--uses", "255")

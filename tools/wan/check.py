@@ -1,4 +1,4 @@
-"""Accuracy of the rig: round trips and TCP goodput beside the configured values."""
+"""Accuracy of the rig: round trips and TCP goodput compared with the configured values."""
 
 import json
 import os

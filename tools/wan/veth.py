@@ -16,7 +16,7 @@ from tools.wan.namespaces import (
     run_system,
 )
 
-#: How long an end may take to come up, in seconds; the kernel tells of it up to a second later.
+#: Seconds that an end may take to come up; the kernel reports it up to a second later.
 _UP_S = 10.0
 
 

@@ -32,7 +32,7 @@ _HEARTBEAT_BYTES = 64
 
 @dataclass
 class Path:
-    """The rate of a narrowest point in bytes/s, and one-way latency and its jitter in seconds."""
+    """The bottleneck's rate in bytes/s, the one-way latency and its jitter in seconds."""
 
     rate: float
     latency: float
@@ -224,7 +224,7 @@ def whole(pipe: Pipe) -> None:
 
 
 def decodes(pipe: Pipe) -> None:
-    """Nothing else."""
+    """Sends decode rows only."""
 
 
 Load = Callable[[Pipe], None]
@@ -301,9 +301,9 @@ def test_small_messages_do_not_lower_the_rate() -> None:
 
 @pytest.mark.parametrize("one_is_late", [False, True])
 def test_tcp_backpressure_does_not_lower_the_rate(one_is_late: bool) -> None:
-    """A window that restarts or recovers from a loss is no slower link: heartbeats are timely.
+    """A TCP window that restarts or recovers isn't a slower link: heartbeats are on time.
 
-    One of three may be late because an event loop was.
+    One of three heartbeats may be late because of an event loop.
     """
     pipe = Pipe(Path(FAST, NEAR))
     pipe.heartbeats()
@@ -438,7 +438,7 @@ def test_estimate_is_always_valid(
 
 
 def test_rate_is_at_least_the_carried_bytes() -> None:
-    """Sent one by one and evenly: it is never busy, and still carries so much."""
+    """The link is never busy with single, even messages, but it carries their bytes."""
     pipe = Pipe(Path(FAST, NEAR), LinkEstimator(LinkFacts(NEAR, SLOW)))
     pipe.heartbeats()
     pipe.every(0.02, lambda: pipe.send(100_000))

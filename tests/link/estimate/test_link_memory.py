@@ -1,4 +1,4 @@
-"""What is remembered of links, and what is not."""
+"""Which facts of links are stored, and which are not."""
 
 from pathlib import Path
 

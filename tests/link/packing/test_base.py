@@ -125,7 +125,7 @@ def test_undecodable_rows_are_counted(damage: str) -> None:
     assert receiver.on_frame(frame, memoryview(payload), 0.0) == []
     assert receiver.counters.garbage == 1
     assert receiver.last_fault
-    # The next rows are of a volume that never began.
+    # The next rows belong to a volume that never began.
     assert second.payload is not None
     assert receiver.on_frame(second.frame, memoryview(second.payload), 0.0) == []
     assert receiver.counters.garbage == 2

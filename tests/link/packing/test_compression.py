@@ -1,4 +1,4 @@
-"""Rows survive the codec; foreign bytes raise errors."""
+"""Rows survive the codec; invalid bytes raise errors."""
 
 from itertools import count
 from typing import Any
@@ -26,7 +26,7 @@ def codec() -> RowCodec:
 
 
 def activations(dtype: str, rows: int = 16, hidden: int = 512, seed: int = 0) -> bytes:
-    """Rows like those of a model: normal, of a few scales."""
+    """Rows like a model's: normally distributed, of several scales."""
     random = np.random.default_rng(seed)
     values = random.normal(size=(rows, hidden)) * np.exp(random.normal(size=(rows, 1)))
     return bits(values.astype(np.float32), dtype)
@@ -59,13 +59,13 @@ def packed(
 
 @pytest.mark.parametrize("dtype", TRAVEL)
 def test_every_16_bit_pattern_survives(codec: RowCodec, dtype: str) -> None:
-    # NaNs with their payloads, infinities, denormals and both zeros among them.
+    # Includes NaNs with payloads, infinities, denormals and both zeros.
     words = np.arange(1 << 16, dtype="<u2")
     if dtype == "f32":
         words = words.astype("<u4") << 16 | words[::-1]
     hidden = 256
     for rows in np.split(words, 4):
-        # Beside many equal ones, so that they are packed at all.
+        # Many equal numbers beside them, so that the rows are packed at all.
         data = rows.tobytes()[: MAX_PAYLOAD // 2] + bytes(rows.nbytes)
         plain = header(dtype, data, hidden)
         coded, frame = codec.pack_rows(plain, data, Coding.LOSSLESS)
@@ -139,7 +139,7 @@ def test_int8_error_is_half_a_step(codec: RowCodec, dtype: str) -> None:
     scale = np.abs(before).max(axis=1, keepdims=True)
     rounding = {"bf16": 2.0**-8, "f16": 2.0**-11, "f32": 2.0**-23}[dtype]
     assert (np.abs(after - before) <= scale / 254 * 1.0001 + np.abs(before) * rounding * 2).all()
-    # The largest of a row is exact.
+    # The largest number of a row is exact.
     np.testing.assert_array_equal(np.abs(after).max(axis=1), scale[:, 0])
 
 
@@ -183,7 +183,7 @@ def test_int8_of_any_bits_is_finite_where_the_row_was(
     np.testing.assert_array_equal(np.isfinite(before).all(axis=1), np.isfinite(after).all(axis=1))
 
 
-# --- what strangers send -----------------------------------------------------------------------
+# --- invalid bytes -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("coding", [Coding.LOSSLESS, Coding.INT8])
@@ -210,7 +210,7 @@ def test_any_bytes_decode_or_raise(
 
 
 def frame_of(content: bytes) -> tuple[Payload, bytes]:
-    """The frame of 16 x 32 bf16 rows with this as its zstd part."""
+    """A frame of 16 x 32 bf16 rows with ``data`` as its zstd part."""
     low = bytes(512)
     return Payload("bf16", (16, 32), Coding.LOSSLESS, 512 + len(content)), low + content
 
@@ -219,9 +219,9 @@ def zstd(data: bytes, **options: Any) -> bytes:
     return zstandard.ZstdCompressor(**options).compress(data)
 
 
-#: A window of 2 GB, and no size.
+#: A frame that asks for a window of 2 GB and states no size.
 WIDE = b"\x28\xb5\x2f\xfd" + bytes([0x00, 0xA8]) + bytes([0x01, 0x00, 0x00])
-#: A size of 2**60 bytes in a frame of one segment.
+#: A single-segment frame that states a size of 2**60 bytes.
 HUGE = b"\x28\xb5\x2f\xfd" + bytes([0xE0]) + (2**60).to_bytes(8, "little") + bytes([0x01, 0, 0])
 
 
@@ -289,7 +289,7 @@ def test_packing_is_measured(bulk: bool) -> None:
     assert compressor.estimate_gain(not bulk) is None
     worth = compressor.estimate_gain(bulk)
     assert worth is not None
-    # A microsecond to pack and one to unpack.
+    # Packing takes a microsecond, and so does unpacking.
     ratio = len(ROWS) / len(data)
     assert worth.core_share == pytest.approx(ratio * 12.5e6 * 2e-6 / len(ROWS))
 

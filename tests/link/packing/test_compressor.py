@@ -1,4 +1,4 @@
-"""When packing pays, from measurements alone."""
+"""Packing is chosen by measurements alone."""
 
 import pytest
 from hypothesis import given
@@ -68,7 +68,7 @@ def test_it_packs_on_a_slow_link() -> None:
     made.choose_coding(BULK, 0.0)
     made.on_packed(BULK, message())
     assert made.choose_coding(BULK, 0.1) == LOSSLESS
-    # 1.5 ns a byte for work that saves 26.7 of 80 ns.
+    # Packing takes 1.5 ns per byte and saves 26.7 of 80 ns.
     assert made.estimate_gain(BULK) == PackingGain(
         pytest.approx(80 / (1.5 + 80 / 1.5)), pytest.approx(0.028, 0.01)
     )
@@ -112,7 +112,7 @@ def test_a_link_that_was_not_measured_counts_as_100_mbps() -> None:
 def test_hysteresis_keeps_the_decision() -> None:
     made = compressor(max_core_share=1.0)
     rate, size = 1000 * MBPS, 80_000
-    # To be 1.06 times faster, of 8 ns a byte 2.67 may be saved and 2.21 spent.
+    # A factor of 1.06: of 8 ns per byte, 2.67 are saved and 2.21 are spent.
     middling = PackedSample(size, size * 2 // 3, size * 1.107e-9, size * 1.107e-9)
     made.set_rate(rate)
     made.on_packed(BULK, middling)
@@ -129,7 +129,7 @@ def test_hysteresis_keeps_the_decision() -> None:
 
 
 def test_packing_is_bounded_by_core_share() -> None:
-    # It would be faster, but a third of a core would be busy with it.
+    # It would be faster, but would use a third of a core.
     made = compressor(1000 * MBPS)
     made.on_packed(BULK, message(pack=1e9, unpack=1.3e9))
     worth = made.estimate_gain(BULK)
@@ -137,7 +137,7 @@ def test_packing_is_bounded_by_core_share() -> None:
     assert worth.gain > 1.12
     assert worth.core_share == pytest.approx(0.33, 0.02)
     assert not made.is_packing(BULK)
-    # It begins below three quarters of the bound, and continues up to the bound.
+    # Packing starts below three quarters of the bound, and continues up to the bound.
     made.set_rate(560 * MBPS)
     assert made.is_packing(BULK)
     made.set_rate(740 * MBPS)

@@ -17,9 +17,9 @@ from molink.link.policies.base import (
 from molink.wire.messages.data_plane import Channel
 
 ROW = 8192
-#: Bytes per second, and seconds of a round trip, of the known link.
+#: The known link's bytes per second and seconds of a round trip.
 RATE, ROUND_TRIP_S = 12.5e6, 0.03
-#: Rows of a chunk on it: 5 ms.
+#: Rows of a chunk that takes 5 ms on this link.
 CHUNK = int(0.005 * RATE) // ROW
 BOTH = (Channel.DECODE, Channel.BULK)
 
@@ -97,7 +97,7 @@ def test_chunks_leave_before_expected_decode_rows() -> None:
                 now = until
     assert ahead[0] == (pytest.approx(0.020), pytest.approx(CHUNK * ROW / RATE))
     assert max(under_way for _, under_way in ahead) > 0.010, "half of the time is used at least"
-    # Decode rows that come a fifth earlier than predicted still find the link idle.
+    # Decode rows that come a fifth earlier than predicted still find an idle link.
     assert all(under_way <= max(0.8 * left, 0.002) for left, under_way in ahead)
     policy.handle(DecodeFinishedEvent(8, 0.1), 0.02)
     policy.handle(RowsProducedEvent(1, Channel.DECODE, 8, ROW), 0.02)
@@ -129,7 +129,7 @@ def test_overdue_decode_rows_allow_single_rows() -> None:
 
 
 def test_late_timers_extend_the_lead() -> None:
-    """Where a timer is late by 4 ms each time, more has to be under way, or the link idles."""
+    """If timers are late by 4 ms each time, more bytes must be in flight, or the link idles."""
     policy = known_link()
     policy.handle(RowsProducedEvent(0, Channel.BULK, 100_000, ROW), 0.0)
     now = 1.0
@@ -172,7 +172,7 @@ def test_stale_prediction_holds_nothing_back() -> None:
 
 @pytest.mark.parametrize("predict", [True, False])
 def test_bulk_is_not_starved_by_endless_decodes(predict: bool) -> None:
-    """There is always a decode volume, and a decode step that should be over by now."""
+    """There is always a decode volume, and a decode step that is overdue."""
     policy = known_link(predict)
     policy.handle(RowsProducedEvent(0, Channel.BULK, 100_000, ROW), 0.0)
     sent_at, volume = [], 0

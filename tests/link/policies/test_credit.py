@@ -1,4 +1,4 @@
-"""The window against a link with one queue, in virtual time."""
+"""The window on a link with one queue, in virtual time."""
 
 import random
 import statistics
@@ -55,15 +55,15 @@ class Bottleneck:
     log: list[tuple[float, float, float, int]] = field(default_factory=list)
     sizes: list[tuple[float, float]] = field(default_factory=list)
     _free_at: float = 0.0
-    #: When they come back, when they were sent, and their bytes: 0 of a heartbeat.
+    #: Times of acknowledgement and of sending, and bytes: 0 for a heartbeat.
     _acks: deque[tuple[float, float, int]] = field(default_factory=deque)
     _heartbeat_at: float = 0.0
-    #: The most that an acknowledgement is late by, at random.
+    #: Upper bound of an acknowledgement's random delay.
     jitter: float = 0.0
     _random: random.Random = field(default_factory=lambda: random.Random(1))
 
     def send(self, total: float, until: float = 1e9) -> float:
-        """Send ``total`` bytes as the window lets; the time that the last one arrives."""
+        """Send ``total`` bytes as the window allows; returns the time when the last one arrives."""
         arrived = self.now
         while total > 0 and self.now < until:
             if self.now >= self._heartbeat_at:
@@ -167,7 +167,7 @@ def test_uneven_acknowledgements_are_tolerated() -> None:
 
 @pytest.mark.parametrize(("known", "maximum"), [(False, 1.4), (True, 1.02)])
 def test_whole_prefill_keeps_the_queue_short(known: bool, maximum: float) -> None:
-    """14 MB at 100 Mbps and 30 ms there and back, against the same bytes sent as one."""
+    """14 MB at 100 Mbps with a round trip of 30 ms, compared with a single message."""
     link = Bottleneck(100 * MBPS, 0.015)
     if known:
         link.estimator = LinkEstimator(LinkFacts(link.latency, link.rate))
@@ -305,7 +305,7 @@ def late(window: CreditWindow, now: float) -> float:
     ],
 )
 def test_chunks_late_by_a_loss_do_not_shrink_the_window(message: LinkEvent) -> None:
-    """While the decode channel finds no queue, the link has none."""
+    """As long as the decode channel finds no queue, the link has none."""
     window = CreditWindow()
     window.handle(LinkEstimatedEvent(0.03, 0.03, 100 * MBPS), 0.0)
     whole = window.size

@@ -1,4 +1,4 @@
-"""``T_a`` by hand: decode executions on a time line, and what is left until their end."""
+"""``T_a`` by hand: decode steps on a time line, and the time left until their end."""
 
 import pytest
 
@@ -13,7 +13,7 @@ def test_case_1_the_transmission_starts_with_the_decode_execution() -> None:
 
 
 def test_case_2_a_decode_execution_is_running() -> None:
-    # It began at 7.000 and ends at 7.020: at 7.008 there are 12 ms left.
+    # The step started at 7.000 and ends at 7.020, so 12 ms are left at 7.008.
     interval = IdleInterval()
     interval.handle(DecodeStartedEvent(4, predicted=0.020), 7.0)
     assert interval.interval_at(7.008) == pytest.approx(0.012)
@@ -21,7 +21,7 @@ def test_case_2_a_decode_execution_is_running() -> None:
 
 def test_case_3_the_first_batch_returns_after_a_round_trip() -> None:
     # The first batch finished at t_p = 2.000. Three stages of 8 ms each and 84 ms of links make a
-    # turn of 108 ms, so it will have finished here again at 2.108. The last batch finished at
+    # round trip of 108 ms, so it will have finished here again at 2.108. The last batch finished at
     # 2.040, 68 ms before that; a transmission that starts at 2.050 has 58 ms.
     interval = IdleInterval()
     interval.handle(DecodeFinishedEvent(4, next_predicted=0.068), 2.040)

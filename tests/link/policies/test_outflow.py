@@ -1,4 +1,4 @@
-"""When what was sent has left, by hand: a link of 1 MB/s and a round trip of 50 ms."""
+"""When sent bytes have left, by hand: a link of 1 MB/s and a round trip of 50 ms."""
 
 import pytest
 
@@ -51,7 +51,10 @@ def test_unacknowledged_data_is_in_flight_without_a_rate() -> None:
 
 
 def test_lateness_carries_over_within_a_stretch() -> None:
-    """Four messages of 10 ms each. The first is acknowledged 3 ms late: so will the others be."""
+    """Four messages of 10 ms each.
+
+    The first is acknowledged 3 ms late, so the others will be, too.
+    """
     outflow = known()
     for number in range(4):
         sent(outflow, 10_000, 0.001 * number)
@@ -79,7 +82,7 @@ def test_corrections_end_with_a_stretch() -> None:
 
 
 def test_rate_share_follows_a_slower_link() -> None:
-    """The link has 900 kB/s: a message of 10 000 bytes takes it 11.1 ms, not 10."""
+    """At 900 kB/s a message of 10 000 bytes takes 11.1 ms instead of 10."""
     outflow = known()
     messages = 300
     left = [10_000 / 0.9e6 * (number + 1) for number in range(messages)]

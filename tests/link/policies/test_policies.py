@@ -31,15 +31,15 @@ MESSAGE = 192 * 1024
 
 @dataclass
 class Wire:
-    """Does with a policy what a sender does, and keeps account of the rows."""
+    """Drives a policy as a sender does, and counts its rows."""
 
     name: str
     now: float = 0.0
     ready: Collection[Channel] = BOTH
-    #: Rows produced and not sent, their size and kind, by volume.
+    #: Rows produced but not sent, by volume, with their size and kind.
     left: dict[int, tuple[int, int, Channel]] = field(default_factory=dict)
     volumes: int = 0
-    #: Messages not acknowledged.
+    #: Messages in flight.
     flying: list[tuple[Channel, int, float]] = field(default_factory=list)
     decisions: list[LinkAction] = field(default_factory=list)
 
@@ -86,14 +86,14 @@ class Wire:
         del self.flying[:count]
 
     def reconnect(self, channel: Channel) -> None:
-        """Everything under way on ``channel`` goes again."""
+        """Send everything in flight on ``channel`` again."""
         self.policy.handle(ChannelReconnectedEvent(channel), self.now)
         for each, nbytes, _ in self.flying:
             if each is channel:
                 self.policy.handle(MessageSentEvent(each, nbytes), self.now)
 
     def drain(self) -> None:
-        """Both channels stay ready and everything is acknowledged: all rows leave, soon."""
+        """With ready channels and acknowledged messages, all rows are sent in bounded time."""
         self.ready = BOTH
         for _ in range(10_000):
             if not any(rows for rows, _, _ in self.left.values()):
@@ -159,7 +159,7 @@ def test_all_rows_are_sent(name: str, steps: list[tuple[str]]) -> None:
     assert isinstance(wire.decide(), WaitAction)
 
 
-#: Nobody asks for so long that a chunk is due again.
+#: No decision is asked for until a chunk is due again.
 LATE = [
     ("produce", Channel.DECODE, 1, 128),
     ("produce", Channel.BULK, 1, 128),

@@ -8,7 +8,7 @@ from molink.swarm.agent.recovery import RECOVERY_PHASES, RecoveryTimer
 def test_phases_of_a_lost_worker() -> None:
     recovery = RecoveryTimer()
     recovery.start_outage(10.0, 1000.0)
-    recovery.start_outage(10.1, 1000.1)  # the coordinator says so too
+    recovery.start_outage(10.1, 1000.1)  # the coordinator also reports it
     assert recovery.is_active
     recovery.end_phase("decided", 10.3)
     recovery.end_phase("files", 10.4)

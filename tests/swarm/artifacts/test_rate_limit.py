@@ -1,4 +1,4 @@
-"""What a background transfer leaves of a line, and what it takes."""
+"""How much of a link's rate a background transfer uses, and leaves to others."""
 
 from collections import deque
 from math import inf
@@ -18,9 +18,9 @@ from molink.swarm.artifacts.rate_limit import (
 
 
 class Line:
-    """A queue with a rate and a round trip, our slices and another sender's frames; virtual time.
+    """A queue with a rate and a round trip, for our slices and another sender's frames.
 
-    ``other``: share of the rate that the other sender uses, in frames of 8 KB.
+    Time is virtual. ``other``: share of the rate that the other sender uses, in frames of 8 KB.
     """
 
     def __init__(
@@ -31,14 +31,15 @@ class Line:
         self.frame = 8192
         self.gap = self.frame / (other * self.rate) if other else inf
         self.next_frame = 0.0 if other else inf
-        #: Requested slices on their way to the source, and arrival times of returning ones.
+        #: Requested slices on their way to the source, and arrival times of slices on their way
+        #: back.
         self.entering: deque[tuple[float, int]] = deque()
         self.coming: deque[tuple[float, float, int]] = deque()
         self.waits: list[float] = []
         self.bytes = 0
 
     def run(self, until: float) -> None:
-        """Let time pass."""
+        """Advance the time."""
         while self.now < until:
             wait = self.pacer.wait_time(self.now)
             if wait == 0:
@@ -107,7 +108,7 @@ def test_transfer_yields_to_a_filling_line() -> None:
 
 def test_minimum_rate_ignores_delay() -> None:
     pacer = TransferRateLimiter(floor=200_000.0)
-    line = Line(20, 1.0, pacer)  # a line that was faster
+    line = Line(20, 1.0, pacer)  # a link that was faster before
     pacer._base_delays.append(0.03)
     pacer._probe = None
     line.run(5.0)

@@ -48,7 +48,7 @@ def test_loss_retracts_a_neighbours_report() -> None:
     assert not backoff.is_excluded("a", now=20.5)
     assert backoff.record_failure("a", "oops", now=30.0) == 1.0
     much_later = 30.0 + RETRACT_WINDOW + 1
-    backoff.retract_failure("a", now=much_later)  # the failure counts
+    backoff.retract_failure("a", now=much_later)  # the failure still counts
     assert backoff.record_failure("a", "oops", now=much_later) == 2.0
 
 

@@ -192,7 +192,7 @@ def test_one_of_several_models_stops_and_restarts(registry: Registry) -> None:
         switch_model((), "z", served=False)
     with pytest.raises(NotAuthorized, match="may stop y, or the PC that loaded it"):
         switch_model(models, "y", served=False, requester="b")
-    # It is defined in no file, so it is removed.
+    # No file defines it, so it is removed.
     assert switch_model((DesiredModel(facts("x"), "b"),), "x", served=False, requester="b") == ()
 
 

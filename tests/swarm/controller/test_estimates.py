@@ -19,12 +19,12 @@ from molink.swarm.placement.links import ASSUMED_LATENCY, ASSUMED_RATE, Links
 from molink.wire.messages.instructions import Assign
 from tests.support.fake_fleet import GB, FakeFleet, Kit
 
-#: Steps of three of the six layers of 1 GB.
+#: Step times of three of six layers of 1 GB each.
 STEP_S = 0.3
 CHUNK_S = 0.5
 #: 10 ms per row, from 64 rows on.
 STAGE = Profile(decode=((1, 0.01),), prefill=((64, 0.64), (1024, 10.24)))
-#: A row of 1000 bytes takes 1 ms, a token 0.064 ms; 50 ms until it is there.
+#: A row of 1000 bytes takes 1 ms and a token 0.064 ms; the latency is 50 ms.
 LINK = LinkFacts(0.05, 1e6)
 
 

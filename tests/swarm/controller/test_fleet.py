@@ -50,7 +50,7 @@ def start(kit: Kit, peers: str, *models: DesiredModel, **changes: Any) -> FakeFl
 
 @pytest.fixture
 def both(kit: Kit) -> FakeFleet:
-    """``x`` and ``y`` run on one peer each; the third one is a spare of one of them."""
+    """``x`` and ``y`` run on one peer each; the third peer is a spare of one of them."""
     fake = start(kit, "abc", wish("x"), wish("y"))
     assert all(one.is_ready for one in fake.fleet.deployments)
     fake.pop_messages()
@@ -181,7 +181,7 @@ def test_second_model_scales_up_and_down(kit: Kit) -> None:
 
 @pytest.mark.parametrize("late", [False, True])
 def test_near_peers_share_a_ring(kit: Kit, late: bool) -> None:
-    """``a`` and ``c`` are in one house, ``b`` and ``d`` in another; one more PC joins late."""
+    """``a`` and ``c`` are in one home, ``b`` and ``d`` in another; one more PC joins late."""
     fake = kit.FakeFleet(*"abcd")
     for name in "abcd":
         fake.report(name, memory=5 * GB)
@@ -262,7 +262,7 @@ def test_devices_of_a_pc_are_lost_together(kit: Kit) -> None:
     assert not fake.fleet.registry.is_live("d")
     assert {m.epoch for _, m in told if isinstance(m, Assign)} == {epoch + 1}
     assert set(fake.reconciler.formation.peers) == {"a", "b"}
-    # A device that still reports is not lost with the other one: only that daemon has ended.
+    # A device that still reports is not lost with the other one, whose daemon alone has ended.
     fake.report("c", fresh=True)
     fake.report("d", fresh=True, pc="c")
     fake.wait(4.0, *"abd")

@@ -24,7 +24,7 @@ def fake(kit: Kit) -> FakeFleet:
 
 
 def have(fake: FakeFleet, peer: str, *layers: tuple[int, int], root: str = ROOT) -> None:
-    """A peer reports the files of these layers."""
+    """A peer reports that it has the files of these layers."""
     report = fake.fleet.registry.sessions[peer].report
     parts = (PartialModel(root=root, layers=layers),)
     fake.handle_event(

@@ -41,7 +41,7 @@ def test_ring_avoids_unconnectable_pairs() -> None:
     assert reach.find_unreachable("abc") == {"c": UnreachablePeer("c", "b", "c")}
     assert reach.find_unreachable("abcd") == {}
     assert reach.unreachable_from("c") == {"b"}
-    # All must connect to the first stage, which receives requests.
+    # All peers must connect to the first stage, which receives requests.
     for one in "abd":
         reach.record_attempt("c", one, ok=False)
     assert reach.find_unreachable("abdc") == {"c": UnreachablePeer("c", "c", "a")}

@@ -381,7 +381,7 @@ def test_failed_load_of_successor_keeps_serving(running: FakeFleet) -> None:
     assert running.pop_messages() == []
     assert running.reconciler.is_ready
     assert "excluded for" in running.reconciler.explain_exclusion("d")
-    running.wait(8, *"abcd")  # recovered
+    running.wait(8, *"abcd")  # it has recovered
     running.obey()
     running.wait(1.25, *"abcd")
     assert running.reconciler.pipeline == "p3"
@@ -405,7 +405,7 @@ def test_pipeline_is_replaced_in_place_without_room_for_two(running: FakeFleet, 
         running.failed("b", 1, 2, "p2", out_of_memory=True)
     else:
         for peer, order in orders:
-            running.loaded(order, peer, blocks=79)  # of 80
+            running.loaded(order, peer, blocks=79)  # of 80 blocks
     assert running.reconciler.successor is None
     assert running.reconciler.formation.record.id == "p1"
     assert running.reconciler.formation.record.epoch == 3
@@ -679,7 +679,7 @@ def test_first_pc_serves_alone_if_second_is_unreachable(kit: Kit) -> None:
     fake.handle_event(ConnectionTriedEvent("a", "b", succeeded=False))
     fake.wait(1.25, *"ab")
     assert fake.reconciler.formation.peers == ("a",)
-    # Attempts to a PC that is off say nothing about it.
+    # A failed connection to a PC that is off doesn't count.
     fake.handle_event(PeerStoppedEvent("b"))
     fake.handle_event(ConnectionTriedEvent("a", "b", succeeded=False))
     fake.obey()
@@ -747,7 +747,7 @@ def test_no_model_releases_all_memory(running: FakeFleet, kit: Kit) -> None:
 
 
 def join_and_prefetch(running: FakeFleet) -> list[tuple[str, Prefetch]]:
-    """`d` is asked to prefetch."""
+    """`d` joins and is asked to prefetch."""
     running.join("d")
     running.wait(1.25, *"abcd")
     return [(p, m) for p, m in running.pop_messages() if isinstance(m, Prefetch)]
@@ -763,7 +763,7 @@ def test_prefetch_is_resent_until_reports_show_it(running: FakeFleet) -> None:
     assert running.pop_messages() == []
     running.report("d", fresh=True)  # its daemon restarted
     assert asked[0] in running.pop_messages()
-    running.prefetched("d", 0)  # of another migration
+    running.prefetched("d", 0)  # a report of another migration
     assert running.reconciler.formation.record.epoch == 1
     running.prefetched("d", 1)
     assert running.reconciler.successor.record.epoch == 2
@@ -777,7 +777,7 @@ def test_failed_prefetch_keeps_serving(running: FakeFleet) -> None:
     running.wait(5, *"abcd")
     assert running.pop_messages() == []
     assert running.reconciler.formation.record.epoch == 1
-    running.join("e")  # others join without it
+    running.join("e")  # the others join without it
     running.wait(1.25, *"abcde")
     running.obey()
     assert running.reconciler.formation.peers == ("a", "b", "c", "e")
@@ -985,7 +985,7 @@ def test_neighbours_report_and_disconnect_mean_loss(running: FakeFleet, first: s
 
 def test_recovered_pc_is_used_within_seconds(running: FakeFleet) -> None:
     running.failed("c", 2, epoch=1)
-    running.wait(6, *"ab")  # it fails, then is offline for a while
+    running.wait(6, *"ab")  # it fails first, and is offline later
     running.obey()
     assert running.reconciler.formation.peers == ("a", "b")
     running.report("c", fresh=True)
@@ -1138,7 +1138,7 @@ def test_own_standstill_is_no_silence(running: FakeFleet) -> None:
 
 
 def test_unread_messages_are_no_silence(running: FakeFleet) -> None:
-    """The coordinator's PC is busy and it reads late."""
+    """The coordinator's PC is busy, so the coordinator reads late."""
     for quarter in range(1, 32):
         running.now += 0.25
         running.handle_event(TimePassedEvent(read_lag=quarter / 4))
@@ -1207,8 +1207,8 @@ def test_lack_of_memory_is_explained(kit: Kit) -> None:
     assert fake.reconciler.formation is not None
 
 
-def test_a_card_whose_packed_products_fail_with_a_model_is_placed_without_them(kit: Kit) -> None:
-    """The model fits only packed; at first the card's check of usual formats has passed."""
+def test_failing_packed_products_are_not_planned_again(kit: Kit) -> None:
+    """The model fits only packed; at first the card's check of the usual formats has passed."""
     fake = kit.FakeFleet("a", "b")
     packed = BlockWeights(layer=(kit.GB // 4, 0), first=(0, 0), last=(0, 0))
     facts = msgspec.structs.replace(FACTS, plane_weights=packed)
@@ -1401,7 +1401,7 @@ def test_lost_instructions_are_resent(kit: Kit) -> None:
     fake.report("a")
     fake.wait(1.25, "a")
     (message,) = (m for _, m in fake.pop_messages() if isinstance(m, Assign))
-    # Its reports never show the assignment.
+    # Its reports don't show the assignment.
     fake.wait(3.5, "a")
     assert ("a", message) in fake.pop_messages()
     fake.report("a", fresh=True)
@@ -1431,7 +1431,7 @@ def test_reports_replace_lost_messages(running: FakeFleet, kit: Kit, how: str) -
         running.report("b", kit.worker("failed", 1, 1, (2, 4)))
     elif how == "gone":
         running.report("b")
-        assert running.reconciler.is_ready  # the report may predate readiness
+        assert running.reconciler.is_ready  # the report may be older than readiness
         running.wait(3.25, *"abc")
     else:
         running.report("b", kit.worker("ready", 1, 1, (2, 4)), pid=2)
@@ -1664,7 +1664,7 @@ def test_invariant_errors_carry_the_story(running: FakeFleet) -> None:
 
 
 def test_formation_restarts_in_a_higher_term(kit: Kit) -> None:
-    """Peers of the other part may know newer epochs."""
+    """Peers in the other part of the swarm may know newer epochs."""
     fake = kit.FakeFleet("a", "b")
     for name in "ab":
         fake.report(name, fresh=True)

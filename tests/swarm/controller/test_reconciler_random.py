@@ -108,7 +108,7 @@ class World:
             self.report(name)
 
     def work(self, busy: set[str], rounds: int) -> None:
-        """Some peers obey for a while."""
+        """Let some peers carry out their instructions for a while."""
         for _ in range(rounds):
             self.deliver()
             self.wait(busy, 0.5)
@@ -141,7 +141,7 @@ class World:
             self.report(name, fresh=True)
 
     def cut(self, name: str, other: str) -> None:
-        """A peer cannot connect to another one, or has lost the coordinator if both are equal."""
+        """Cut the connection of two peers, or that to the coordinator if both are the same peer."""
         if name == other:
             self.fake.handle_event(PeerDisconnectedEvent(name))
         else:
@@ -156,7 +156,7 @@ class World:
         self.fake.serve(dtype=dtype, min_peers=min_peers)
         self.desired = self.fake.reconciler.desired
         if old is None or old.dtype != dtype:
-            self.kept = None  # as the state does
+            self.kept = None  # the stored state does the same
 
     def restart(self, *_: None) -> None:
         """Restart the coordinator with the committed state."""

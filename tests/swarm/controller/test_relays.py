@@ -44,7 +44,7 @@ class Swarm:
         return self._handle(LivePeersChangedEvent(set(names)))
 
     def wait(self, seconds: float) -> list[RelayAction]:
-        """Time passes while all stay."""
+        """Let time pass while all PCs stay connected."""
         self.now += seconds
         return self.live(*self.relays._peers)
 
@@ -181,7 +181,7 @@ def test_the_rendezvous_relays_if_no_member_can() -> None:
     ]
     assert swarm.relays.relay_peers == {("a", "b"): PLACE}
     assert swarm.wait(OPEN_TIMEOUT + 1) == []
-    # One that is no longer registered can't be met there.
+    # A peer that is no longer registered can't be reached there.
     closed = swarm.offer("b")
     assert SendMessageAction("a", CloseRelay(id=1)) in closed
     assert swarm.relays.relay_peers == {}
@@ -197,7 +197,7 @@ def test_a_member_is_better_than_the_rendezvous() -> None:
     assert swarm.relays.relay_peers == {("a", "b"): "hub"}
     order = OpenRelay(id=2, secret=bytes(32), ends=("a.lan", "b.lan"))
     assert decisions[-1] == SendMessageAction("hub", order)
-    # It fails; the rendezvous is used from then on, also when the hub may be tried again.
+    # The relay fails; from then on the rendezvous is used, even when the hub may be tried again.
     swarm.opened("hub", 2)
     swarm.tried("a", "b", False, failed=2, relayed=True)
     assert swarm.relays.relay_peers == {("a", "b"): PLACE}
@@ -325,7 +325,7 @@ def test_failed_relay_is_not_retried() -> None:
     decisions = swarm.tried("a", "b", False, relayed=True)
     assert SendMessageAction("hub", CloseRelay(id=1)) in decisions
     assert swarm.relays.relay_peers == {}
-    # That it was gone meanwhile changes nothing.
+    # Its absence meanwhile changes nothing.
     swarm.live("a", "b")
     swarm.offer("hub")
     swarm.tried("a", "hub", True)
@@ -377,7 +377,7 @@ def test_relay_that_never_opens_is_replaced() -> None:
 
 
 def test_liar_is_chosen_ever_less() -> None:
-    """Although the other relay keeps failing, and the liar goes and comes as it likes."""
+    """Although the other relay fails repeatedly, and the liar leaves and returns."""
     swarm, chosen = with_liar(), 0
     for number in range(1, 8 * 3600):
         swarm.wait(1.0)
@@ -451,7 +451,7 @@ _EVENTS = st.one_of(
 @settings(max_examples=50)
 @given(st.lists(_EVENTS, max_size=40))
 def test_invariants_hold_for_any_events(events: list[tuple]) -> None:
-    """Bounds hold, and every live peer that was told of a relay is told of its end."""
+    """Bounds hold, and every live peer that was told of a relay is told when it ends."""
     swarm = Swarm()
     open_at: dict[tuple[str, int], bool] = {}
     present: set[str] = set()

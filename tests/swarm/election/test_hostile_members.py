@@ -1,4 +1,4 @@
-"""What one hostile member, with all that it invites, can't do to an election."""
+"""What a hostile member can't do to an election, even with all peers that it invites."""
 
 import random
 from collections.abc import Iterable
@@ -34,7 +34,7 @@ from molink.swarm.election.terms import MAX_ROUND, next_term, round_of
 from molink.wire.messages.election import LeaderView, Lease
 from tests.swarm.election.network import KEY, Postman
 
-#: The leader, honest members, and what the hostile member has planted.
+#: The leader, honest members, and the peers that the hostile member invited.
 ORDER = ("a", "b", "c", "m", "m1", "m2", "m3", "m4", "m5")
 PLANTED = tuple(peer for peer in ORDER if peer.startswith("m"))
 BRANCHES = dict.fromkeys(PLANTED, "m")
@@ -42,7 +42,7 @@ HIGH = MAX_ROUND << 16
 
 
 def seed_of(text: str) -> str:
-    """A seed that is the same each time."""
+    """A reproducible seed."""
     return text.encode().hex().ljust(40, "0")[:40]
 
 
@@ -77,7 +77,7 @@ def invented(leader: str, term: int = 0) -> Lease:
 
 
 def leading(order: Iterable[str] = ORDER) -> tuple[LeaderElection, LeaseIssuer]:
-    """A leader ``a`` that hears its own coordinator."""
+    """A leader ``a`` that receives its own coordinator's heartbeats."""
     one = LeaderElection("a", 0.0, membership=membership(order), leader="a")
     one.handle(ElectionTimePassedEvent(), 0.0)
     for other in order:
@@ -106,7 +106,7 @@ def following(me: str = "b", order: Iterable[str] = ORDER) -> tuple[LeaderElecti
 def answer(
     one: LeaderElection, views: dict[str, LeaderView], now: float, order: Iterable[str] = ORDER
 ) -> list[ElectionAction]:
-    """All others answer, or time out."""
+    """All other peers answer, or time out."""
     actions: list[ElectionAction] = []
     for other in order:
         known = views.get(other)
@@ -119,7 +119,7 @@ def answer(
 
 
 def test_one_branch_has_no_vote_for_its_own_leader() -> None:
-    """Even in a swarm of two PCs, whose leader nobody else follows."""
+    """Even in a swarm of two PCs, whose leader has no other follower."""
     order = ("a", *PLANTED)
     one, _ = leading(order)
     term = next_term(0, "m")
@@ -143,7 +143,7 @@ def test_a_rivals_own_word_is_no_vote() -> None:
 
 
 def test_a_vote_for_the_leader_needs_its_lease() -> None:
-    """``c`` truly leads another part: the votes of ``a`` are counted by its own key."""
+    """``c`` really leads another part; votes for ``a`` count by the leases that ``a`` signed."""
     order = ("a", "b", "c", "d", "m")
     for proof, stays in ((True, True), (False, False)):
         one, issuer = leading(order)
@@ -170,7 +170,7 @@ def test_a_follower_that_hears_its_leader_leaves_it_for_no_words() -> None:
 
 
 def test_a_candidate_returns_to_its_last_leader() -> None:
-    """Whatever others claim meanwhile."""
+    """Regardless of what others claim meanwhile."""
     one, _ = following()
     one.handle(ConnectionLostEvent(), 10.0)
     one.handle(ElectionTimePassedEvent(), 10.5)
@@ -183,8 +183,8 @@ def test_a_candidate_returns_to_its_last_leader() -> None:
     assert found == [FollowLeaderAction("a", 0, KEY, ("h:1",))]
 
 
-def test_a_claim_that_comes_before_the_next_proof_is_not_followed() -> None:
-    """``m`` is next in line. In each query round it may answer first."""
+def test_an_early_false_claim_is_not_followed() -> None:
+    """``m`` is next in line, and may answer first in each query round."""
     order = ("a", "m", "b", "c")
     one, issuer = following("c", order)
     one.handle(ConnectionLostEvent(), 11.0)
@@ -198,8 +198,8 @@ def test_a_claim_that_comes_before_the_next_proof_is_not_followed() -> None:
     assert (one.role, one.leader) == ("candidate", "a")
 
 
-def test_a_claim_that_leads_to_nothing_is_skipped_for_longer_and_longer() -> None:
-    """``m`` says that it leads with the newest state, but runs no coordinator."""
+def test_a_false_claim_is_skipped_for_longer_and_longer() -> None:
+    """``m`` claims to lead with the newest state, but runs no coordinator."""
     order = ("a", "b", "m", "m1")
     one, _ = following("b", order)
     one.handle(ConnectionLostEvent(), 10.0)
@@ -218,7 +218,7 @@ def test_a_claim_that_leads_to_nothing_is_skipped_for_longer_and_longer() -> Non
 
 
 def test_a_leader_that_only_claims_to_lead_is_replaced() -> None:
-    """Its daemon answers, while its coordinator has fallen silent."""
+    """Its daemon answers, but its coordinator is silent."""
     one, _ = following("b", ("a", "b", "c"))
     now, led = 10.0, 0.0
     while now < 10.0 + 3 * ELECTION_BOUND and not led:
@@ -235,9 +235,9 @@ def test_a_leader_that_only_claims_to_lead_is_replaced() -> None:
 
 
 def elect(one: LeaderElection, lies: Iterable[tuple[float, Lease | None]], until: float) -> float:
-    """When a candidate starts to lead though ``m`` always says that it hears the leader.
+    """Time at which a candidate starts to lead, though ``m`` always claims to hear the leader.
 
-    ``lies``: from when it shows which lease; 0.0 if the candidate never leads.
+    ``lies``: the leases that it shows, and since when; 0.0 if the candidate never leads.
     """
     one.handle(ConnectionLostEvent(), 10.0)
     now = 10.0
@@ -253,7 +253,7 @@ def elect(one: LeaderElection, lies: Iterable[tuple[float, Lease | None]], until
 
 
 def test_hearing_a_leader_counts_only_with_its_lease() -> None:
-    """The leader is dead since 10 s."""
+    """The leader died at 10 s."""
     one, issuer = following()
     assert 10.0 < elect(one, [], 30.0) <= 11.0, "no lease"
     one, issuer = following()
@@ -285,7 +285,7 @@ def test_naming_another_leader_delays_an_election_only_for_a_while() -> None:
 
 
 def test_a_candidate_waits_while_others_hear_the_leader() -> None:
-    """Nothing gets from the leader to this PC; the others pass its leases on."""
+    """No message of the leader reaches this PC, but the others pass its leases on."""
     one, issuer = following()
     leases = [(float(at), issuer.issue_lease(0, at - 0.5)) for at in range(10, 60)]
     assert 60.0 <= elect(one, leases, 70.0) <= 60.0 + ELECTION_BOUND
@@ -351,7 +351,7 @@ def test_a_coordinator_names_only_its_own_peer() -> None:
 
 @pytest.mark.parametrize("rounds", [1, 10, FREE_ROUNDS // 2 - 1])
 def test_a_peer_of_a_higher_term_comes_back(rounds: int) -> None:
-    """It led, or followed, in another part of the swarm."""
+    """It led or followed in another part of the swarm."""
     one, _ = leading()
     known = next_term(rounds - 1 << 16, "c")
     assert one.handle(PeerAnsweredEvent("c", view("c", known)), 5.0) == [
@@ -360,7 +360,7 @@ def test_a_peer_of_a_higher_term_comes_back(rounds: int) -> None:
 
 
 def test_a_pc_that_was_away_for_long_comes_back() -> None:
-    """There were more elections meanwhile than words may cause at once."""
+    """Meanwhile there were more elections than reports may raise the term by at once."""
     for rest, comes in ((0.0, False), (100 * ROUND_INTERVAL, True)):
         one = LeaderElection("b", 0.0, membership=membership(), leader="a", rest=rest)
         term = 150 << 16
@@ -383,7 +383,7 @@ def test_naming_leaders_causes_few_queries() -> None:
 
 
 class LyingNetwork(Postman):
-    """Some members say anything to anybody, once :attr:`lies` is set; they run nothing."""
+    """Some members send anything to any peer once :attr:`lies` is set; they run no coordinator."""
 
     def __init__(self, seed: int) -> None:
         honest = 3 + seed % 3
@@ -391,7 +391,7 @@ class LyingNetwork(Postman):
         self.lies = False
         self.issuers: dict[str, LeaseIssuer] = {}
         self.known: list[Lease] = []
-        #: One direction that is cut: the coordinator of a PC, and who doesn't hear it.
+        #: A cut in one direction: a PC's coordinator, and the peers that don't hear it.
         self.deaf: set[tuple[str, str]] = set()
         super().__init__(seed, honest + len(self.liars))
         self.dead |= set(self.liars)
@@ -418,7 +418,7 @@ class LyingNetwork(Postman):
     def listen(self, who: str) -> None:
         leader = self.session.get(who)
         if leader in self.liars:
-            return  # it connects for ever
+            return  # it connects and stays connected
         if leader is not None and (leader, who) not in self.deaf and round(self.now * 10) % 5 == 0:
             super().listen(who)
 
@@ -476,7 +476,7 @@ def test_a_lying_branch_neither_unseats_a_leader_nor_stops_an_election(seed: int
         assert {network.peers[peer].leader for peer in followers} == {"p0"}
     network.deaf.clear()
     network.kill("p0")
-    # The start of a coordinator takes half a second, and messages of the network their time.
+    # A coordinator takes half a second to start, and messages need some time.
     died = network.now
     while not network.runs and network.now < died + ELECTION_BOUND + 1.0:
         network.run(0.1)
@@ -492,7 +492,7 @@ def test_a_lying_branch_neither_unseats_a_leader_nor_stops_an_election(seed: int
 
 
 def test_all_pcs_that_joined_by_one_invitation_still_elect() -> None:
-    """Their votes for each other don't count, so the order decides."""
+    """Their votes for each other don't count, so the order of succession decides."""
     network = Postman(5, 5)
     chance = random.Random(7)
     same = MembershipChangedEvent(network.order, (0, 1), dict.fromkeys(network.order[1:], "one"))

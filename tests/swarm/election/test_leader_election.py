@@ -98,7 +98,7 @@ def leading(me: str = "a") -> LeaderElection:
 
 
 def asking(one: LeaderElection, others: str, since: float, until: float) -> None:
-    """Let query rounds time out; the answers of the last one are still open."""
+    """Let query rounds time out; the last one's answers are still missing."""
     for step in range(int((until - since) / QUERY_INTERVAL) + 1):
         for other in others:
             one.handle(PeerTimedOutEvent(other), since + step * QUERY_INTERVAL)
@@ -125,7 +125,7 @@ def test_lost_connection_queries_everyone_and_the_next_in_line_leads() -> None:
 
 
 def test_large_swarm_queries_few_first_and_follows_the_named_leader() -> None:
-    """If each of fifty starting PCs queried all others, they would do nothing else."""
+    """If each of fifty starting PCs queried all others, they would have time for nothing else."""
     one = LeaderElection(
         "b", 0.0, membership=MembershipChangedEvent(tuple("abcdefghij"), (0, 5)), leader="a"
     )
@@ -173,7 +173,7 @@ def test_large_swarm_queries_everyone_if_the_few_know_no_leader(silent: bool) ->
     )
     one.handle(CoordinatorHeardEvent(0, "a"), 9.9)
     *rest, last = one.handle(ConnectionLostEvent(), 10.0)
-    if silent:  # all of them have answered: no need to wait
+    if silent:  # all of them have answered, so it doesn't wait
         for ask in rest:
             assert isinstance(ask, QueryLeaderAction)
             assert one.handle(PeerTimedOutEvent(ask.peer), 10.1) == []
@@ -317,7 +317,7 @@ def test_gaps_of_an_earlier_leader_are_forgotten() -> None:
 
 
 def test_leader_that_cannot_lead_is_left_at_once() -> None:
-    """For example because its disk is full: its coordinator has ended."""
+    """For example if its disk is full and its coordinator has ended."""
     one = peer("b")
     assert one.handle(PeerAnsweredEvent("a", view(fit=False)), 10.0) == [
         QueryLeaderAction("a"),
@@ -343,7 +343,7 @@ def test_last_leader_leads_again_before_others_in_the_order() -> None:
 
 
 def test_next_in_line_is_not_blamed_for_the_time_of_a_false_leader() -> None:
-    """It could not lead while it followed, as this peer did, a PC that only claimed to."""
+    """It could not lead while it followed a PC that only claimed to lead, as this peer did."""
     order = ("b", "a", "c", "d")
     one = LeaderElection("c", 9.0, membership=MembershipChangedEvent(order, (0, 5)), leader="d")
     one.handle(CoordinatorHeardEvent(0, "d"), 9.0)
@@ -485,7 +485,7 @@ def test_leader_raises_its_term_for_a_peer_that_knows_a_higher_one() -> None:
 
 
 def test_a_peer_that_is_about_to_lead_obeys_only_itself() -> None:
-    """The last leader may come back in a later term than the one that begins here."""
+    """The previous leader may return in a later term than the one that starts here."""
     one = peer("b")
     one.handle(ConnectionLostEvent(), 10.0)
     one.handle(PeerTimedOutEvent("a"), 10.1)
@@ -573,7 +573,7 @@ def test_resumed_peer_queries_again_before_it_leads() -> None:
         QueryLeaderAction("a"),
         QueryLeaderAction("c"),
     ]
-    one.handle(PeerTimedOutEvent("a"), 40.1)  # late ones of the round before
+    one.handle(PeerTimedOutEvent("a"), 40.1)  # late answers to the previous round
     assert one.handle(PeerTimedOutEvent("c"), 40.1) == []
     assert one.handle(ConnectionLostEvent(), 40.2) == []
     assert one.handle(ElectionTimePassedEvent(), 40.6) == [
@@ -638,7 +638,7 @@ def test_failed_start_passes_leadership_on() -> None:
 
 
 def test_leader_whose_coordinator_exits_steps_down() -> None:
-    """For example with a full disk: another PC can store the state."""
+    """For example with a full disk, since another PC can store the state."""
     one = leading("a")
     assert one.handle(CoordinatorFailedEvent(), 5.0) == [
         StepDownAction(),
@@ -683,10 +683,10 @@ def test_leader_never_starts_in_another_peers_term() -> None:
     own = next_term(0, "b")
     assert first_term(own, 0, "b") == first_term(own, own, "b") == own
     later = next_term(own, "b")
-    assert first_term(own, later, "b") == later  # it has led in that one before
+    assert first_term(own, later, "b") == later  # it has led in that term before
     others = next_term(own, "a")
     assert first_term(own, others, "b") == next_term(others, "b")
-    assert first_term(0, others, "") == others  # there is nobody else
+    assert first_term(0, others, "") == others  # there is no other peer
 
 
 # --- random networks -------------------------------------------------------------------------

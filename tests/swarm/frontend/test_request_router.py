@@ -81,7 +81,7 @@ def test_cache_reports_include_other_endpoints_prefixes() -> None:
     assert routing.cache_version_for(B, 1) == 9
     assert routing.choose_pipeline("2", asked(LONG), [A, B], 2.0) == B
     routing.on_cache_report(B, CacheReport(12, False, evicted_spans=span_digests(LONG)), 3.0)
-    # An outdated report, and one of an unknown pipeline.
+    # An outdated report, and a report about an unknown pipeline.
     routing.on_cache_report(B, CacheReport(9, True, span_digests(LONG)), 4.0)
     routing.on_cache_report(PipelineEpoch("c", 1), CacheReport(1, True), 4.0)
     assert routing.cache_version_for(B, 1) == 12

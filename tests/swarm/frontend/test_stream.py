@@ -222,8 +222,8 @@ def test_stream_waits_while_formation_progresses() -> None:
         stream.on_formation_progress(sign, now)
         assert stream.wake(now) == []
         assert stream.next_wake_at == now + 30.0
-    stream.on_formation_progress(7, now + 20)  # no news
-    stream.on_formation_progress(0, now + 25)  # it broke
+    stream.on_formation_progress(7, now + 20)  # no new tokens
+    stream.on_formation_progress(0, now + 25)  # the connection broke
     assert stream.wake(now + 29.9) == []
     assert "for 205 s" in str(failure(stream.wake(now + 30.0)))
 
@@ -347,7 +347,7 @@ def test_broken_connections_only_cost_time() -> None:
     flapping(stream, seconds=29.0, served=0.5)
     assert stream.state == "running"
     assert emitted(stream.on_token(token(stream, 3, 50), 29.5)) == [50]
-    # The next wait starts from zero.
+    # The next wait is counted from zero.
     stream.set_target(None, 40.0)
     assert stream.next_wake_at == 70.0
 
@@ -390,7 +390,7 @@ def test_slow_client_survives_many_epochs() -> None:
             assert emitted(stream.on_token(token(stream, position, 50, epoch), float(epoch)))
             position += 1
     assert windows == [8] + [1] * 10
-    # Small windows need small credits, or their schedulers would wait forever.
+    # Small windows need small credits, or their schedulers would wait endlessly.
     credits = [act for _ in range(position - 3) for act in stream.on_tokens_consumed(1)]
     assert credits[-1] == SendToSchedulerAction(
         PipelineEpoch("p1", 11), Credit(stream.attempt_key, position)

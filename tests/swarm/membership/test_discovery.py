@@ -1,4 +1,4 @@
-"""Parsing announcements of strangers on the local network."""
+"""Parsing of strangers' announcements on the local network."""
 
 import re
 

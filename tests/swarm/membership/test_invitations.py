@@ -75,7 +75,7 @@ def test_an_invitation_may_be_used_until_it_expires_or_is_used_up() -> None:
     used = replace(RECORD, used_by=(InvitationUse("b", 2), InvitationUse("c", 3)))
     with pytest.raises(TokenError, match="was for 2 PCs, which have joined"):
         check_use(used, "d", 5.0)
-    check_use(used, "b", 5.0)  # coming again counts once
+    check_use(used, "b", 5.0)  # joining again counts once
     with pytest.raises(TokenError, match="was for 1 PC, which has joined"):
         check_use(replace(used, max_uses=1, used_by=used.used_by[:1]), "c", 5.0)
 

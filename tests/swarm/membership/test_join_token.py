@@ -73,7 +73,7 @@ def test_malformed_token_says_why(text: str, why: str) -> None:
 
 @pytest.mark.parametrize("seed", ["#" * 40, '"' * 40])
 def test_token_without_a_key_is_malformed(seed: str) -> None:
-    """Its checksum is right; somebody made it so."""
+    """A token made by hand, whose checksum is right."""
     text = str(msgspec.structs.replace(token(), secret_key=seed))
     with pytest.raises(TokenError, match="not a valid join token"):
         JoinToken.parse(text, now=0)

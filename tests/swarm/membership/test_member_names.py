@@ -1,4 +1,4 @@
-"""Names of members: unique, equal on every PC, and nobody's to take."""
+"""Names of members are unique and equal on every PC, and no PC can take another one's name."""
 
 import math
 import random
@@ -12,9 +12,9 @@ from molink.swarm.membership.sanitize import add_number, sanitize_name
 from molink.wire.messages.membership import AdmissionEntry, JoinEntry, NameEntry, SignedEntry
 from tests.support.membership import LogBuilder, TestPeer
 
-#: A member's own name may look like another one's with a number.
+#: A member's own name may look like another one's with an added number.
 OWN_NAMES = ("vm", "vm-2", "vm-2-2", "vm/cuda:1", "pc")
-#: What a PC can write as its time.
+#: Times that a hostile PC may sign.
 CLAIMED_TIMES = (-1e300, 0.0, 5.0, 1e300, math.nan, -math.inf)
 
 
@@ -31,7 +31,7 @@ def admit(built: LogBuilder, by: TestPeer, peer: TestPeer, at: float) -> None:
 
 
 def grow(built: LogBuilder, members: list[TestPeer], chance: random.Random, begin: float) -> None:
-    """Let PCs come, go and rename themselves, at rising times from ``begin``."""
+    """Let PCs join, leave and rename themselves, at rising times from ``begin``."""
     for step in range(8):
         at, by = begin + step, chance.choice(members)
         present = [one for one in members[len(built.founders) :] if built.log.is_member(one.peer)]
@@ -53,7 +53,7 @@ def grow(built: LogBuilder, members: list[TestPeer], chance: random.Random, begi
 
 
 def shuffle(log: MembershipLog, chance: random.Random) -> MembershipLog:
-    """The log of a PC that got the entries in another order."""
+    """The log of a PC that received the entries in another order."""
     entries: Sequence[SignedEntry] = chance.sample(log.entries, len(log.entries))
     return MembershipLog(log.swarm, {one.hash: one for one in entries})
 
@@ -113,7 +113,7 @@ def test_the_second_pc_of_a_name_gets_a_number_and_keeps_it() -> None:
     built.leave(second)
     built.revoke(first, literal)
     assert list(names(built.log).values()) == ["vm", "vm-2", "vm-2-2", "vm-3"]
-    # The same PC again, by the same name.
+    # The same PC joins again, and keeps its name.
     admit(built, first, second, 9.0)
     assert built.log.find_named("vm-2") == built.log.members[second.peer]
     assert built.log.is_member(second.peer)

@@ -1,4 +1,4 @@
-"""The membership log: which signer may say what, in any order of entries."""
+"""The membership log: which entries of which signer count, in any order of entries."""
 
 import random
 from collections.abc import Callable
@@ -119,9 +119,9 @@ def test_revoking_ends_all_that_descends_from_a_key() -> None:
     built.revoke(built.founder, bad)
     assert built.standing(bad, child, grandchild, other) == ["revoked"] * 3 + ["member"]
     late = TestPeer(name="late")
-    built.admit(bad, late)  # its key still signs
+    built.admit(bad, late)  # its key can still sign
     assert built.standing(late) == ["revoked"]
-    built.admit(built.founder, child)  # an owner adopts it
+    built.admit(built.founder, child)  # an owner admits it itself
     assert built.standing(bad, child, grandchild) == ["revoked", "member", "member"]
 
 
@@ -166,7 +166,7 @@ def test_an_owner_is_made_by_owners_and_revoked_from_above() -> None:
     assert built.standing(built.founder) == ["member"]
     built.revoke(built.founder, heir)
     assert built.log.owners == {built.founder.peer}
-    # What a former owner shut out stays out; what it readmits doesn't come back.
+    # Revocations by a former owner stay valid, but its readmissions don't.
     built.readmit(heir, revocation)
     assert built.standing(heir, a) == ["revoked", "revoked"]
 
@@ -237,7 +237,7 @@ def test_expired_unused_invitations_are_dropped() -> None:
 
 
 def test_logs_with_other_members_or_open_invitations_have_other_digests() -> None:
-    """Else a leader never asks for an end that only another PC knows, and lets PCs in."""
+    """Otherwise a leader would not learn that an invitation ended, and would admit PCs by it."""
     built, (a,) = LogBuilder(), peers("a")
     keys, invitation = built.invite(built.founder, uses=2)
     built.join(keys, a)
@@ -254,7 +254,7 @@ def test_logs_with_other_members_or_open_invitations_have_other_digests() -> Non
 
 
 def fill(append: Callable[[], object]) -> str:
-    """Append until the log refuses; returns why."""
+    """Append until the log refuses; returns the reason."""
     for _ in range(MAX_ENTRIES):
         try:
             append()
@@ -276,7 +276,7 @@ def test_one_member_signs_a_bounded_amount() -> None:
 
 
 def test_a_log_has_room_in_a_replica() -> None:
-    """Also with entries as long as they may be."""
+    """Also with entries of maximum size."""
     built = LogBuilder()
     _, invitation = built.invite(built.founder)
     kept = peers(*(f"p{n}" for n in range(255)))
@@ -303,7 +303,7 @@ def test_known_entries_are_not_verified_again(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_what_unknown_keys_sign_is_dropped() -> None:
-    """Anybody can make keys, and sign with each."""
+    """Anybody can make keys and sign with each of them."""
     built, member = LogBuilder(), TestPeer()
     built.admit(built.founder, member)
     clean, strangers = built.log, peers(*"abc")
@@ -313,7 +313,7 @@ def test_what_unknown_keys_sign_is_dropped() -> None:
         built.invite(one)
     assert MembershipLog.check_entries(clean.swarm, built.log.entries).digest == clean.digest
     assert clean.merge_log(built.log).entries == clean.entries
-    # Whoever is let in later may have signed before.
+    # A PC that is admitted later may have signed before.
     built.admit(member, strangers[0])
     assert len(clean.merge_log(built.log).entries) == len(clean.entries) + 4
 
@@ -390,7 +390,7 @@ def test_one_hostile_member_only_harms_what_descends_from_it(seed: int, steps: i
     built.admit(founder, shut_out)
     built.revoke(founder, shut_out)
     for _ in range(steps):
-        # Whatever its key can sign, about anybody.
+        # Anything that its key can sign, about any peer.
         about = rng.choice([*PEERS, shut_out])
         acts: list[Callable[[], object]] = [
             lambda about=about: built.admit(bad, about),

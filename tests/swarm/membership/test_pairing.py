@@ -83,7 +83,7 @@ class Scene:
         return joiner, code
 
     def admit(self, code: str, name: str = "pc", key: str = PC_KEY) -> list[object]:
-        """A member asks for the key, signs for it, and admits the PC."""
+        """A member asks for the key, signs it, and admits the PC."""
         assert self.handle(PairingDecidedEvent(code)) == [NameJoinerAction(name, key)]
         return self.handle(PairingDecidedEvent(code, key))
 
@@ -113,8 +113,8 @@ def test_a_pc_is_admitted_only_by_the_key_that_a_member_signed_for(signed: str) 
 
 
 @pytest.mark.parametrize("shown", ["", EVIL_KEY, PC.public, "\xff" * 40, "0" * 40])
-def test_the_key_that_a_pc_signs_with_is_the_one_that_it_connects_with(shown: str) -> None:
-    """Otherwise a member would sign for another PC than the one that shows the code."""
+def test_a_pc_signs_with_the_key_that_it_connects_with(shown: str) -> None:
+    """Otherwise a member would sign another PC's key than that of the PC that shows the code."""
     scene = Scene()
     joiner = scene.arrive()
     asked = PairingInitiator(PC_KEY, "pc", "1", nonce(1)).commitment
@@ -385,7 +385,7 @@ events = st.one_of(
 def test_only_a_shown_code_admits(
     steps: list[tuple[PairingEvent, float]],
 ) -> None:
-    """With its own key. Bounds hold, and joiners with a result are dropped."""
+    """Only the PC's own key is admitted. Bounds hold, and joiners with a result are dropped."""
     scene = Scene()
     arrived: set[int] = set()
     for event, pause in steps:

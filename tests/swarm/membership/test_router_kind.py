@@ -1,4 +1,4 @@
-"""What relays have seen of a PC, and what that says of its router."""
+"""What relays observe of a PC's addresses, and the kind of router that follows from it."""
 
 from molink.swarm.membership.router_kind import RouterObserver
 

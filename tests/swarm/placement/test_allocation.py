@@ -64,7 +64,7 @@ def test_serving_deployment_keeps_its_peers() -> None:
     assert shares(allocate_peers([held, need(y)], offers, owner)) == {"x": "abc"}
     taken = allocate_peers([held, need(y, is_urgent=True)], offers, owner)
     assert shares(taken) == {"x": "bc", "y": "a"}
-    # The peer stays promised before and after it is released.
+    # The peer's allocation stays the same before and after its release.
     assert allocate_peers([held, need(y)], offers, taken) == taken
     assert allocate_peers([need(x, used="bc", is_serving=True), need(y)], offers, taken) == taken
 
@@ -106,7 +106,7 @@ def test_pinned_peers_serve_only_their_model() -> None:
     y = model("y", 2)
     offers = [offer(name) for name in "abcd"]
     assert shares(allocate_peers([need(x), need(y)], offers, {})) == {"x": "bc", "y": "ad"}
-    # Without one of those, its pinned layers would be missing.
+    # With two PCs only, the layers pinned to ``c`` would be missing.
     assert shares(allocate_peers([need(x), need(y)], offers[:2], {})) == {"x": "b", "y": "a"}
     assert not fits_model(x, offers[:2])
     assert fits_model(x, offers)
@@ -141,7 +141,7 @@ def test_allocation_invariants(memory: list[int], layers: list[int], data: st.Da
     for each in needs:
         mine = [one for one in offers if owner.get(one.peer) == each.key]
         assert not each.is_serving or fits_model(each.desired, mine)
-    # Stable, though promised peers are not released yet; spares may move once.
+    # Stable, although the peers are not released yet; spares may move once.
     again = allocate_peers(needs, offers, owner, links)
     assert allocate_peers(needs, offers, again, links) == again
 
@@ -172,10 +172,10 @@ def test_replicas_use_separate_whole_pcs() -> None:
     ]
     x = model("x", 14, replicas=2)
     assert shares(allocate_peers([need(x), need(x, 1)], offers, {})) == {"x": "ac", "x2": "bd"}
-    # The rest goes with its PC's other device, though the other replica has less.
+    # The rest goes to the replica on its PC's other device, although the other replica has less.
     more = [*offers, replace(offer("e", 1), primary_peer="a")]
     assert shares(allocate_peers([need(x), need(x, 1)], more, {})) == {"x": "ace", "x2": "bd"}
-    # With a single PC, its devices are split all the same.
+    # With a single PC, its devices are split between replicas.
     both = [offer("a", 20), replace(offer("b", 20), primary_peer="a")]
     assert shares(allocate_peers([need(x), need(x, 1)], both, {})) == {"x": "a", "x2": "b"}
 

@@ -1,4 +1,4 @@
-"""Experts in host memory count in placement: both memories, and both speeds."""
+"""Placement counts experts in host memory: both memories, and both speeds."""
 
 import itertools
 from dataclasses import replace
@@ -53,7 +53,7 @@ def describe(name: str) -> ModelFacts:
 
 
 def check_plans(facts: ModelFacts, placed: Placement, candidates: list[Candidate]) -> list[int]:
-    """Check each stage by its peer's own plan; returns its experts in host memory."""
+    """Check each stage by its peer's own plan; returns its numbers of experts in host memory."""
     by_peer, moved = {one.peer: one for one in candidates}, []
     for stage in placed.stages:
         peer = by_peer[stage.peer]
@@ -87,7 +87,7 @@ def test_one_pc_is_faster_than_two_where_its_memories_suffice() -> None:
     assert isinstance(placed, Placement)
     assert [one.peer for one in placed.stages] == ["large"]
     assert check_plans(facts, placed, BOTH)[0] > 64
-    # Both speeds count: the CPU reads what it holds, the card the rest.
+    # Both speeds count: the CPU reads its experts, and the card the rest.
     fast, slow = (place_model(facts, [with_host(LARGE, 56, rate)]) for rate in (60e9, 15e9))
     assert isinstance(fast, Placement)
     assert isinstance(slow, Placement)

@@ -40,7 +40,7 @@ def test_distant_link_is_as_fast_as_uplink_and_downlink() -> None:
     assert links.latency_and_rate("c", "b")[1] == 1e6
     links.record_measurement("c", "b", None, 4e6)  # so it was the uplink of a
     assert links.latency_and_rate("a", "c")[1] == 1e6
-    links.record_measurement("a", "near", 0.001, 1e8)  # says nothing about the uplink
+    links.record_measurement("a", "near", 0.001, 1e8)  # doesn't change the uplink
     assert links.latency_and_rate("a", "c")[1] == 1e6
     links.drop_peer("b")
     assert links.latency_and_rate("a", "c")[1] == ASSUMED_RATE

@@ -38,7 +38,7 @@ def facts(
     context: int = 4096,
     **more: int | str,
 ) -> ModelFacts:
-    """A model whose rows take nothing, unless ``more`` says otherwise."""
+    """A model whose rows take no memory, unless ``more`` says otherwise."""
     return ModelFacts(
         name="m",
         layers=layers,
@@ -144,7 +144,7 @@ def test_draft_model_needs_room_on_the_first_stage() -> None:
     assert len(layers_of(place_model(model, [*peers, peer("c", memory)]))) == 2
     tight = [replace(one, draft_bytes=3 * GB) for one in (*peers, peer("c", memory))]
     assert len(layers_of(place_model(model, tight))) == 3
-    # With named layers too.
+    # Also with named layers.
     named = [replace(peer("a", memory, stage="1-4"), draft_bytes=GB), peer("b", memory)]
     assert layers_of(place(model, named)) == {"a": (0, 4), "b": (4, 8)}
 
@@ -243,7 +243,7 @@ def test_a_small_peer_does_not_open_the_ring() -> None:
     assert [stage.peer for stage in found.stages] == ["b", "a"]
 
 
-#: Its projections, nine tenths of a layer, shrink to a half and to a quarter.
+#: Projections are nine tenths of a layer; quantized they take a half or a quarter.
 SHRINKS = {
     "projection_bytes": GB * 9 // 10,
     "int8_bytes": GB * 9 // 20,
@@ -431,7 +431,7 @@ def test_costs_are_those_of_the_footprint(
 
 
 def over(latency: float, *names: str) -> Links:
-    """Links of ``latency`` seconds between all."""
+    """Links of ``latency`` seconds between all of these peers."""
     links = Links()
     for by, to in itertools.permutations(names, 2):
         links.record_measurement(by, to, latency, None)
@@ -471,7 +471,7 @@ def test_room_for_a_conversation_is_worth_a_link() -> None:
         assert found.kv_tokens == 8192
     alone = place_model(model, [peer("a", memory_for(14 * GB))])
     assert alone.kv_tokens == 2048
-    # A serving ring with less is replaced.
+    # A serving ring with less context is replaced.
     serving = [("a", (0, 8))]
     assert ring(place_model(model, peers, serving=serving)) != ["a"]
 
@@ -511,7 +511,7 @@ def near_links(*peers: str) -> Links:
 
 
 def place_quickly(links: Links, **more: Any) -> list[str]:
-    """The ring of two PCs for a model that needs two of three."""
+    """The ring on two of the three PCs, for a model that needs two."""
     peers = [peer(name, memory=memory_for(5 * GB)) for name in "abc"]
     placed = place_model(facts(hidden=4096), peers, links=links, **more)
     assert isinstance(placed, Placement)

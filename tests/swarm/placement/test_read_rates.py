@@ -116,7 +116,8 @@ def test_one_noisy_measurement_decides_no_placement() -> None:
     )
     assert isinstance(found, Placement)
     shares = sorted(last - first for first, last in (one.layers for one in found.stages))
-    assert max(shares) - min(shares) <= 4, shares  # the model's ends weigh three layers
+    # Embedding and head weigh as much as three layers.
+    assert max(shares) - min(shares) <= 4, shares
 
 
 def ready(paces: ReadRates) -> None:

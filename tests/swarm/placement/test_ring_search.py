@@ -1,4 +1,4 @@
-"""Compares the search with all rings, enumerated in another way."""
+"""Compares the search with all rings, enumerated by other code."""
 
 import itertools
 from dataclasses import replace
@@ -29,7 +29,7 @@ def all_splits(layers: int, stages: int) -> list[tuple[int, ...]]:
 
 
 def exhaustive(task: RingTask) -> dict[int, tuple[float, float]]:
-    """Minimum cost for each number of stages, and the shortest round trip at that cost."""
+    """Minimum cost by number of stages, and the shortest round trip at that cost."""
     best: dict[int, tuple[float, float]] = {}
     n = len(task.hosts)
     splits = {m: all_splits(task.layers, m) for m in range(1, min(n, task.max_stages) + 1)}
@@ -213,7 +213,7 @@ def least_of_all(task: RingTask) -> float | None:
 
 
 def test_large_swarm_is_placed_at_one_place() -> None:
-    """The fastest and the largest PCs are scattered; a ring of near ones is better."""
+    """The fastest and largest PCs are far apart; a ring of near ones is better."""
     costs = StageCosts(GB, 0, GB // 2, GB // 2)
     rng = Random(5)
     places = [i % 12 for i in range(120)]
@@ -242,7 +242,8 @@ def test_ring_opens_near_those_who_ask() -> None:
     assert ring is not None
     assert ring.order[0] == 2
     assert ring.cost == ring.round_trip_time
-    # Asking is no part of the time per token, and none of the interval between micro-batches.
+    # Requests' way to the first stage counts neither in the time per token nor in the interval
+    # between micro-batches.
     far = search_ring(replace(task, ask_times=(0.1, 0.1, 0.1)))
     assert far is not None
     assert far.cost == pytest.approx(far.round_trip_time + 0.1)
@@ -281,7 +282,7 @@ def test_ring_uses_the_direction_that_connects() -> None:
     closed[1][2] = None
     ring = search_ring(RingTask(12, task.hosts, closed), 3)
     assert ring.order == (0, 2, 1)
-    # All must connect to the first one.
+    # All peers must connect to the first stage.
     closed[2][0] = None
     ring = search_ring(RingTask(12, task.hosts, closed), 3)
     assert ring is not None

@@ -49,7 +49,7 @@ def groups(owner: dict[str, DeploymentKey]) -> set[str]:
 
 
 def test_near_peers_share_a_ring() -> None:
-    """Room alone would separate the peers of each house."""
+    """By memory alone the peers of each home would be separated."""
     offers = [offer(name, size) for name, size in zip("abcd", (10, 12, 11, 13), strict=True)]
     needs = [need(model("x", 15)), need(model("y", 14))]
     links = far_apart("ab", "cd")
@@ -69,7 +69,7 @@ def test_used_peers_stay() -> None:
 
 
 def test_swap_makes_room_for_the_second_model() -> None:
-    """The large model takes three PCs although two others are enough."""
+    """The large model gets three PCs, although two others would be enough."""
     sizes = {"a": 10, "b": 9, "c": 6, "d": 10, "e": 8}
     offers = [offer(name, size) for name, size in sizes.items()]
     needs = [need(model("x", 16)), need(model("y", 21))]
@@ -105,7 +105,7 @@ def test_pinned_peers_and_partial_pcs_stay() -> None:
 
 
 def test_unconnectable_peers_are_not_combined() -> None:
-    """A ring of two needs both directions; room alone would combine peers that have one."""
+    """A ring of two needs both directions; these peers fit together by memory alone."""
     offers = [offer(name, size) for name, size in zip("abcd", (10, 12, 11, 13), strict=True)]
     offers[1] = replace(offers[1], unreachable=frozenset("d"))
     needs = [need(model("x", 15)), need(model("y", 14))]
@@ -117,7 +117,7 @@ def test_unconnectable_peers_are_not_combined() -> None:
 
 
 def random_swarm(seed: int) -> tuple[list[PeerDemand], list[Candidate], Links]:
-    """Five or six unequal PCs in two or three houses, and two pipelines."""
+    """Five or six unequal PCs in two or three homes, and two pipelines."""
     draw = Random(seed)
     peers = "abcdef"[: draw.choice((5, 6))]
     offers = [offer(name, draw.randint(6, 14), draw.uniform(50e9, 500e9)) for name in peers]
@@ -151,7 +151,7 @@ def cost(
 def beside_the_best(seed: int) -> tuple[float, float] | None:
     """Cost of the allocation relative to the optimum, with links and without.
 
-    ``None``: no room for both; infinite: one lacks room although there is some.
+    ``None``: no allocation holds both models; infinite: one was found that lacks a model.
     """
     needs, offers, links = random_swarm(seed)
     ways = (

@@ -1,4 +1,4 @@
-"""Runs parsers over answers, and says what came out in the shortest way."""
+"""Runs parsers over answers, and returns the results in a short form."""
 
 import itertools
 import json
@@ -34,7 +34,7 @@ THINK = ("<think>", "</think>")
 
 @dataclass
 class Read:
-    """An answer: ``calls`` are names with arguments, ``ended`` which of them are complete."""
+    """A parsed answer: ``calls`` are names with arguments, ``ended`` tells which are complete."""
 
     text: str = ""
     thought: str = ""
@@ -81,13 +81,13 @@ def parser_of(calls: Any, tail: str = "", *, thinks: bool = False) -> AnswerPars
 
 
 def read_text(calls: Any, text: str, tail: str = "", *, thinks: bool = False) -> Read:
-    """What comes out of ``text``, whole and, to be sure, character by character."""
+    """Parse ``text`` whole and character by character; both must give the same."""
     whole = read(parser_of(calls, tail, thinks=thinks), [text])
     assert read(parser_of(calls, tail, thinks=thinks), text) == whole
     return whole
 
 
 def called(found: Read) -> list[tuple[str, Any]]:
-    """The calls that are complete, their arguments parsed."""
+    """The complete calls with parsed arguments."""
     assert found.ended == list(range(len(found.calls)))
     return [(name, json.loads(arguments)) for name, arguments in found.calls]

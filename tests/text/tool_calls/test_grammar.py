@@ -1,4 +1,4 @@
-"""Grammars of calls: what they let through, the parsers read."""
+"""Parsers can read whatever the grammars of calls allow."""
 
 import json
 from pathlib import Path
@@ -33,7 +33,7 @@ SPECIAL = (
 IDS = {text: 257 + number for number, text in enumerate(SPECIAL)}
 CHANNEL = "<|channel|>commentary to=functions."
 WEATHER, PARIS = '"name": "get_weather"', '{"city": "Pa}is"}'
-#: Format, what is special, and an answer.
+#: Format, special tokens, and an answer.
 ANSWERS: list[tuple[str, tuple[str, ...], str]] = [
     ("hermes", (), f'<tool_call>\n{{{WEATHER}, "arguments": {PARIS}}}\n</tool_call>'),
     ("hermes", (), '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'),
@@ -65,7 +65,7 @@ ANSWERS: list[tuple[str, tuple[str, ...], str]] = [
 
 
 class Vocabulary:
-    """A token for each byte, one for the end, and those that are special."""
+    """A token for each byte, one end token, and the special tokens."""
 
     eos_token_id, bos_token_id = 256, None
 
@@ -156,7 +156,7 @@ def test_a_tag_that_begins_with_a_token() -> None:
 
 @pytest.mark.parametrize("calls", ["mistral", "harmony"])
 def test_special_tokens_of_a_tokenizer(calls: Any, tmp_path: Path) -> None:
-    """Marks come as their own tokens, not letter by letter, and then the answer may end."""
+    """Marks are single tokens, not spelled out; after them the answer may end."""
     folder = build_model(tmp_path / "m", "", SPECIAL, "<|call|>")
     tokenizer = Tokenizer.open(folder)
     form = AnswerFormat(calls)
@@ -188,7 +188,7 @@ ORDER = {"note": "two\nlines </b>", "count": 5, "size": "large", "place": {"x": 
 
 
 def tagged_answer(calls: str, values: dict[str, Any]) -> str:
-    """A call of ``order`` as a model of that format writes it."""
+    """A call of ``order`` in the format's own notation."""
     texts = [
         (key, value if isinstance(value, str) else json.dumps(value))
         for key, value in values.items()

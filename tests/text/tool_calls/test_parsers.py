@@ -1,4 +1,4 @@
-"""Calls and thoughts in answers as models write them, and in what only looks like it."""
+"""Tool calls and reasoning in answers as models write them, and text that only looks like them."""
 
 import json
 from typing import Any
@@ -76,7 +76,7 @@ GOOD: list[tuple[str, str, str, Any]] = [
     ),
 ]
 
-#: What is text, all of it.
+#: Answers that are text only.
 NO_CALLS = [
     ("hermes", "Use <tool_call> and </tool_call> for it, a < b."),
     ("hermes", '<tool_call>\n{"name": "launch", "arguments": {}}\n</tool_call>'),

@@ -1,4 +1,4 @@
-"""Formats of Qwen3-Coder, Seed-OSS, GLM, MiniMax, DeepSeek, Kimi, Granite, Phi and of Python."""
+"""Formats of Qwen3-Coder, Seed-OSS, GLM, MiniMax, DeepSeek, Kimi, Granite, Phi and Python."""
 
 import json
 from typing import Any
@@ -143,7 +143,7 @@ GOOD: list[tuple[str, str, str, Any]] = [
     ("gemma4", "<|tool_call>call:now{}", "", BOTH[1:]),
 ]
 
-#: What is text, all of it.
+#: Answers that are text only.
 NO_CALLS = [
     ("qwen3_coder", "Use <tool_call> and </tool_call> for it, a < b."),
     ("qwen3_coder", "<tool_call>\n<function=launch>\n</function>\n</tool_call>"),

@@ -1,4 +1,4 @@
-"""Earlier calls in prompts, as the templates of each family want them."""
+"""Earlier calls in prompts, in the form that each family's template expects."""
 
 import copy
 import json

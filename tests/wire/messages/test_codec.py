@@ -32,7 +32,7 @@ CODECS: list[tuple[Codec[Any], Any]] = [
 
 
 def fitted(message: msgspec.Struct) -> tuple[msgspec.Struct, bytes | None]:
-    """The message with a payload header that is not absurdly large, and its payload."""
+    """The message with a payload header of moderate size, and its payload."""
     body = getattr(message, "body", message)
     payload = getattr(body, "payload", None)
     if payload is None:

@@ -1,4 +1,4 @@
-"""The porch's frames: bounded, and of the direction in which they travel."""
+"""Pairing frames are bounded, and each direction has its own messages."""
 
 import contextlib
 

@@ -1,4 +1,4 @@
-"""What peers report of their links is bounded: placement computes with it."""
+"""Peers' reports of their links are bounded, since placement computes with them."""
 
 import math
 from typing import Any

@@ -176,7 +176,7 @@ async def test_pending_attempt_is_replaced(net: Any) -> None:
 
 
 async def rebound(net: Any, handle: Any, port: int) -> Any:
-    """A server on the port that another has just let go."""
+    """A server on the port that another one has just released."""
     from molink.errors import PortInUse
     from molink.wire.sockets.server import Server
 
@@ -227,7 +227,7 @@ async def test_large_traffic_is_fine_while_read(net: Any) -> None:
         server.port,
         on_disconnect=lambda: broken.append(None),
     )
-    # Several times of what a party may have sent that isn't read.
+    # Several times the bytes that one party may have sent without their being read.
     for _ in range(5 * BacklogLimits().party_bytes // len(data)):
         _, payload = await client.send_request(StatusRequest(ref=0))
         assert payload == data
@@ -333,7 +333,7 @@ async def test_a_slow_server_never_blocks_the_loop(net: Any) -> None:
 
 @pytest.mark.usefixtures("blocked_reader")
 async def test_new_connection_starts_with_an_empty_queue(net: Any) -> None:
-    """The break may come before messages begin to queue."""
+    """The connection may break before messages are queued."""
     got: list[int] = []
     server = net.server(data_codec(), lambda _, message, __: got.append(message.first))
     client = net.client(data_codec(), net.member(), server.port)

@@ -48,7 +48,7 @@ class Victim:
 async def victim(net: Any) -> AsyncIterator[Victim]:
     made = Victim(net)
     await made.serves()
-    # Its answer may come before the monitor says that the member is none of the strangers.
+    # The answer may arrive before the monitor reports that the member isn't a stranger.
     await net.until(lambda: made.server.counters.unauthenticated == 0)
     before = psutil.Process().memory_info().rss
     yield made

@@ -1,4 +1,4 @@
-"""Attacks of a peer that libzmq's own sockets can't perform, on a separate process."""
+"""Attacks that libzmq's own sockets can't perform, on a separate process."""
 
 import contextlib
 import json
@@ -24,7 +24,7 @@ from tests.support.curve import COMMAND, GREETING, MORE, RawClient, RawServer, R
 
 ROOT = Path(__file__).resolve().parents[3]
 MB = 1 << 20
-#: What an attack may cost a process, in bytes: what one on the same PC sends until it is cut.
+#: Bytes of memory that an attack may cost: what a sender on the same PC can send until it is cut.
 BOUND = 100 * MB
 
 
@@ -66,7 +66,7 @@ class Victim:
     def serves(self) -> None:
         """Assert that a well-behaved peer is answered on its own connection.
 
-        It may first be cut because of others at its address, and redial.
+        It may first be cut because of others at its address; then it redials.
         """
         for left in (2, 1, 0):
             assert self.process.poll() is None
@@ -102,7 +102,7 @@ HARMLESS = control_codec().encode(StatusRequest(ref=7))
 
 
 def test_a_ping_behind_a_full_pipe_and_a_reset(server: Victim) -> None:
-    """libzmq 4.3.5 asserts that it has no I/O error when it answers a PING, and may have one."""
+    """libzmq 4.3.5 asserts that no I/O error is pending when it answers a PING, but one may be."""
     for _ in range(40):
         with server.dial().handshake() as wire:
             filling = b"".join(wire.message(*HARMLESS) for _ in range(80))
@@ -113,7 +113,7 @@ def test_a_ping_behind_a_full_pipe_and_a_reset(server: Victim) -> None:
 
 
 def test_a_reset_while_nobody_reads(server: Victim) -> None:
-    """What a suspend does too: the pipe is full, and a timer finds the connection broken."""
+    """As after a suspend: the pipe is full, and a timer finds that the connection is broken."""
     hang = control_codec().encode(Goodbye(ref=1))
     with server.dial().handshake() as wire:
         wire.send(wire.message(*hang))
@@ -123,7 +123,7 @@ def test_a_reset_while_nobody_reads(server: Victim) -> None:
 
 
 def endless(wire: Wire, size: int, total: int) -> int:
-    """Send parts of one message, ``total`` bytes at most; how many went before it was cut."""
+    """Send up to ``total`` bytes in parts of one message; returns the bytes sent before the cut."""
     many = max(1, 100_000 // (size + 40))
     sent = 0
     while sent < total:
@@ -137,7 +137,7 @@ def endless(wire: Wire, size: int, total: int) -> int:
 @counted
 @pytest.mark.parametrize("size", [0, 34, 5_000, 250_000])
 def test_endless_message_is_bounded(server: Victim, size: int) -> None:
-    # More is sent before it is cut where processors are fast; what is kept of it is bounded.
+    # Fast processors send more before the cut, but the memory for it is bounded.
     most = 64 * MB if size >= 1000 else 24 * MB
     worst = 0
     for _ in range(3):
@@ -171,7 +171,7 @@ def test_endless_connections_are_bounded(server: Victim) -> None:
 
     def are_fewer() -> bool:
         for wire in wires:
-            wire.send(wire.message(*HARMLESS))  # on Windows one that says nothing stays
+            wire.send(wire.message(*HARMLESS))  # on Windows a silent connection stays
         return len(process.net_connections()) < 80
 
     wait_for(are_fewer)
@@ -249,7 +249,7 @@ def test_invalid_handshakes_are_rejected(server: Victim) -> None:
         wire.ready()
 
     def slow(wire: RawClient) -> None:
-        """A byte at a time."""
+        """Sends one byte at a time."""
         for byte in GREETING[:20]:
             wire.socket.sendall(bytes([byte]))
             server.serves()
@@ -292,7 +292,7 @@ def test_endless_message_of_a_server_is_bounded() -> None:
 
 
 def wait_for(condition: Callable[[], object], timeout: float = 60.0) -> None:
-    """Look until ``condition`` holds."""
+    """Check repeatedly until ``condition`` holds."""
     deadline = time.monotonic() + timeout
     while not condition():
         assert time.monotonic() < deadline

@@ -167,7 +167,7 @@ async def test_revocation_is_immediate_and_leaves_the_others(net: Any) -> None:
 
 
 async def test_revocation_is_answered(net: Any) -> None:
-    """Who asks for it is connected to the socket that is made again."""
+    """The peer that asks for it is connected to the socket that is rebound."""
 
     def handle(sender: MessageSender, message: Any, payload: memoryview | None) -> None:
         server.drop_peer("somebody")
@@ -250,7 +250,7 @@ async def test_an_inbox_is_bounded_in_bytes(net: Any) -> None:
     tracemalloc.start()
     for number in range(300):
         client.send(PromptFragment("k", number, Payload("u8", (len(data),))), data)
-        if number % 10 == 9:  # a connection that is far ahead of its reader is cut
+        if number % 10 == 9:  # a connection far ahead of its reader is cut
             sent = number + 1
             await net.until(lambda: server.counters.received == sent)  # noqa: B023
     assert server.counters.overflowed == 300 - 15

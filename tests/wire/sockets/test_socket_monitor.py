@@ -1,4 +1,4 @@
-"""One thread for all sockets of a context."""
+"""One thread monitors all sockets of a context."""
 
 import asyncio
 import sys

@@ -13,7 +13,7 @@ from molink.wire.sockets.socket_pump import SocketPump
 
 
 class End:
-    """One socket of a pair and what happened on it."""
+    """One socket of a pair, and its events."""
 
     def __init__(self, socket: zmq.asyncio.Socket, answers: bool = False) -> None:
         self.got: list[tuple[list[bytes], int]] = []

@@ -80,7 +80,7 @@ async def test_only_the_right_connection_is_cut(pair: Pair, net: Any) -> None:
     assert other.recv(1) == b"x"
     other.setblocking(False)
     assert cut_connection(other.fileno(), other_end)
-    if sys.platform == "win32":  # what comes is taken away, for its owner to close it
+    if sys.platform == "win32":  # incoming bytes are discarded, so that the owner closes it
         one.sendall(b"x")
         number = other.fileno()
         await net.until(lambda: cut_connection(number, other_end) and not bytes_unread(number))
@@ -94,7 +94,7 @@ async def test_only_the_right_connection_is_cut(pair: Pair, net: Any) -> None:
 
 @counted
 async def test_received_bytes_equal_read_bytes(net: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Handshakes aside, to the byte: or a long connection would drift beyond its bound."""
+    """Exact to the byte except for handshakes; otherwise long connections would drift."""
     backlogs: list[UnreadBytes] = []
     monkeypatch.setattr(
         "molink.wire.sockets.server.UnreadBytes",
@@ -125,7 +125,7 @@ async def test_received_bytes_equal_read_bytes(net: Any, monkeypatch: pytest.Mon
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks the system as Linux has it")
 async def test_vanished_host_is_detected(net: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On both sides of each connection: after about 5 s, whether or not something is under way."""
+    """Both sides notice after about 5 s, with data in flight or without."""
     backlogs: list[UnreadBytes] = []
     for module in ("server", "client"):
         monkeypatch.setattr(

@@ -36,7 +36,7 @@ class Book:
     def look(
         self, *counts: tuple[OpenConnection, int], drained: bool = False
     ) -> OpenConnection | None:
-        """Count received bytes per connection beside the handshake."""
+        """Report the bytes received per connection after the handshake."""
         if drained:
             self.backlog.on_drained()
         self.backlog.on_counted([(one, HANDSHAKE_BYTES + count) for one, count in counts])
@@ -74,7 +74,7 @@ def test_excess_unread_bytes_cut_the_connection() -> None:
 
 
 def test_endless_message_is_bounded() -> None:
-    """Bytes received before a moment without whole messages can't be read."""
+    """Until a message is complete, its bytes count as not readable."""
     book = Book()
     one = book.open(3)
     assert book.look((one, 3000)) is None
@@ -154,7 +154,7 @@ def test_many_peers_of_one_address_outlast_a_flood_from_it() -> None:
         backlog.on_delivered(descriptor, 100, identity(number), f"pc{number % peers}")
         assert backlog.find_excess() is None
     ours = backlog.connections
-    for number in range(200):  # never say who they are
+    for number in range(200):  # these never identify themselves
         backlog.on_opened(next(descriptors), ("127.0.0.1", 10_000 + number))
         excess = backlog.find_excess()
         if excess is not None:
@@ -191,7 +191,7 @@ def test_routing_ids_wrap_around() -> None:
     one = book.open(3)
     book.backlog.on_delivered(3, 5000, identity(-1))
     assert one.delivered == HANDSHAKE_BYTES + 5000
-    # So that was an earlier one's, whose end was heard of before its first message was read.
+    # So this message was an earlier connection's, whose end was reported before it was read.
     book.backlog.on_delivered(3, 10, identity(0))
     assert one.delivered == HANDSHAKE_BYTES + 10
 
@@ -212,7 +212,7 @@ def test_much_unread_data_requests_a_read() -> None:
 
 
 def test_total_stays_within_bounds() -> None:
-    """A peer that opens, sends, and ends connections as it likes."""
+    """A peer opens connections, sends, and ends them in any order."""
     chance = random.Random(5)
     book = Book()
     for _ in range(3000):
