@@ -137,3 +137,4 @@ class ChosenPort:
     settings: Settings
     home: Home
     keys: KeyPair
+    addresses: tuple[str, ...] = ()
