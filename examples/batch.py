@@ -1,4 +1,4 @@
-"""Answer a file of prompts, one a line, into a JSON Lines file. Run again, it goes on where it was.
+"""Answer a file of prompts, one a line, into a JSON Lines file. A second run continues the first.
 
     pip install openai
     python batch.py prompts.txt answers.jsonl [--url http://127.0.0.1:5465/v1] [--at-once 32]
