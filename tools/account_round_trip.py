@@ -51,7 +51,7 @@ class Usage:
 
 
 def read_usage(side: Side) -> Usage:
-    """What the workers of all nodes have used."""
+    """CPU use of the workers of all nodes."""
     found = Usage()
     for index in range(side.nodes):
         listed = subprocess.check_output(["ip", "netns", "pids", side.rig.namespace(index)])
@@ -65,7 +65,7 @@ def read_usage(side: Side) -> Usage:
 
 
 def measure_rows(side: Side, options: argparse.Namespace) -> Iterator[tuple[str, float]]:
-    """What a token takes, in milliseconds, from the whole to its parts."""
+    """The parts of a token's time in milliseconds, from the whole to the smallest."""
     clients = [Client(side, node) for node in range(side.nodes)]
     client = clients[0]
     prompts = [text.prompt for text in load_texts()["chat"]][: options.texts]

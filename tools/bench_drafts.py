@@ -120,8 +120,10 @@ class Client:
 
 
 def sum_counters(clients: Sequence[Client], pattern: re.Pattern[str]) -> dict[str, float]:
-    """Counters of a side over its nodes, each of which tells of its own stage: what the groups of
-    ``pattern`` name, with their values."""
+    """Sum a side's counters over its nodes, each of which reports its own stage.
+
+    Counters are named by the groups of ``pattern``.
+    """
     time.sleep(_REPORT_S)
     found: dict[str, float] = {}
     for client in clients:

@@ -34,14 +34,14 @@ _ROOT = Path(__file__).resolve().parents[1]
 #: How long a pair may take from the start of its second PC to the first answer, in seconds.
 _SERVE_S = 150.0
 _REACHED = re.compile(r"(\S+): reached .* in (\d+\.\d+) s")
-#: The rendezvous by name, and its address as it prints it.
+#: The rendezvous's host name, and the address that it prints.
 _MEETING, _RENDEZVOUS = "meet.example", re.compile(r"--rendezvous (\S+)")
 _LEFT = re.compile(r"(\S+): left the relay after (\d+\.\d+) s")
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """What was found for a pair.
+    """The result for a pair.
 
     ``seconds`` are the times of the two to reach each other, ``moves`` those of their connections
     to leave the relay.
@@ -65,7 +65,7 @@ class Pc:
 
     def __init__(self, homes: Homes, index: int, name: str, kind: Kind, folder: Path) -> None:
         self.name = name
-        #: Both IPv4 and IPv6 where there is no router.
+        #: IPv4 and IPv6 if there is no router.
         self._host = "::" if kind in ("open", "only-ipv6") else "0.0.0.0"
         self._homes, self._index = homes, index
         self.home, self._log = folder / name, folder / f"{name}.log"
@@ -133,7 +133,7 @@ class Pc:
 
 
 class Table:
-    """A hub that all can reach, and two homes of each kind, one PC of each running at a time."""
+    """A hub that all PCs can reach, and two homes of each kind; one PC of each runs at a time."""
 
     def __init__(
         self, folder: Path, kinds: Sequence[Kind], delay_ms: float, *, leads_from_home: bool

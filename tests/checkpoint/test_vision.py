@@ -1,4 +1,4 @@
-"""Vision towers of the released configs: sizes, tensors, tokens of an image, refusals."""
+"""Vision towers of released configs: sizes, tensors, tokens per image, and refusals."""
 
 import json
 from math import prod
@@ -13,7 +13,7 @@ from molink.checkpoint.vision import VisionConfig
 from molink.errors import BrokenModel
 from tests.checkpoint.test_multimodal import GEMMA3_4B
 
-#: What config.json of HuggingFaceTB/SmolVLM-256M-Instruct says.
+#: From config.json of HuggingFaceTB/SmolVLM-256M-Instruct.
 SMOLVLM_256M = {
     "architectures": ["Idefics3ForConditionalGeneration"],
     "scale_factor": 4,
@@ -68,7 +68,7 @@ MISTRAL_SMALL = {
         "rope_theta": 10000.0,
     },
 }
-#: Qwen/Qwen2.5-VL-3B-Instruct, whose text model has its fields beside the tower's.
+#: Qwen/Qwen2.5-VL-3B-Instruct, whose config has the text model's fields beside the tower's.
 QWEN25_VL_3B = {
     "architectures": ["Qwen2_5_VLForConditionalGeneration"],
     "hidden_size": 2048,
@@ -238,7 +238,7 @@ def test_other_towers_leave_the_text_model(raw: dict[str, Any]) -> None:
 
 
 def named(module: str) -> str:
-    """What Qwen's files call a module."""
+    """Names of modules in Qwen's files."""
     return module.replace("vision_connector.", "visual.merger.").replace("vision.", "visual.")
 
 

@@ -48,7 +48,7 @@ def connected(sender: LinkSender) -> LinkSender:
     return sender
 
 
-class TwoLanes(FifoPolicy):
+class TwoChannels(FifoPolicy):
     """First come, first served, with a channel per kind."""
 
     single_channel = False
@@ -124,7 +124,7 @@ def test_policy_decides_rows_and_time() -> None:
 
 
 def test_control_messages_precede_volumes_on_the_decode_channel() -> None:
-    sender = connected(LinkSender(1, TwoLanes()))
+    sender = connected(LinkSender(1, TwoChannels()))
     sender.queue_volume(*volume(1, 2, prefill=False), 0.0)
     sender.queue_control(Admit(2, 1, SamplingParams(), 3))
     sender.queue_control(History(3, 1, 0, Payload("i32", (2,))), bytes(8))

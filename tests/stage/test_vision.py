@@ -1,4 +1,4 @@
-"""Models that see equal transformers: whole, split, in chunks, after cached beginnings."""
+"""Multimodal models equal transformers: whole, split, in chunks, and after cached prefixes."""
 
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ class Seen:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        #: Layers of the first stage at least.
+        #: Fewest layers of the first stage.
         self.first = ModelConfig.load_folder(folder).first_layers
         pictures = [make_picture(40, 24, 1), make_picture(20, 50, 2)]
         self.prompt = SeenPrompt.from_text(folder, TEXT, pictures)
@@ -50,7 +50,7 @@ class Seen:
 def seen(
     request: pytest.FixtureRequest, make_model: MakeModel, tmp_path_factory: pytest.TempPathFactory
 ) -> Seen:
-    """A model that sees, with a prompt."""
+    """A multimodal model, with a prompt."""
     folder = tmp_path_factory.mktemp("seen") / "model"
     return Seen(make_seeing(make_model, folder, request.param))
 

@@ -1,4 +1,4 @@
-"""Texts in German and Chinese: the catalogues are whole, and what is shown fits."""
+"""Texts in German and Chinese: the catalogues are complete, and translations fit the screen."""
 
 import gettext
 import os
@@ -36,7 +36,7 @@ def placeholders(text: str) -> list[str]:
 
 @pytest.fixture
 def speak(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """``speak(language)`` is what a person's shell says."""
+    """``speak(language)`` sets the language of the user's shell."""
 
     def set_language(language: str) -> None:
         monkeypatch.setenv("LANGUAGE", language)
@@ -187,7 +187,7 @@ def test_wide_text_is_wrapped_anywhere_and_words_are_not() -> None:
 
 
 def test_json_is_english(tmp_path: Path) -> None:
-    """A program reads it, and its errors."""
+    """Programs read it, and its errors."""
     words = [sys.executable, "-m", "molinkd", "approve", "--refuse", "--home", str(tmp_path)]
     environment = {**os.environ, "LANGUAGE": "de"}
     for options, start in (([], "Fehler: "), (["--json"], "error: ")):

@@ -1,7 +1,6 @@
 """Prompts with images in a ring of real stages without processes.
 
-Answers are those of transformers, whatever is scheduled, preempted, cancelled or found in the
-prefix cache meanwhile.
+Answers are those of transformers, also with preemption, cancellations and prefix-cache hits.
 """
 
 import queue
@@ -27,7 +26,7 @@ Prompts = dict[str, SeenPrompt]
 
 
 class Sight(States):
-    """Stages that see; their scheduler gets what the receiver would have encoded."""
+    """A ring of multimodal stages; its scheduler gets what the receiver would have encoded."""
 
     def __init__(self, stages: Sequence[Stage], **limits: Any) -> None:
         config = stages[0].config
@@ -70,7 +69,7 @@ def stages(folder: Path) -> Sequence[Stage]:
 
 @pytest.fixture(scope="module")
 def prompts(folder: Path) -> Prompts:
-    """Three questions, each with its picture and one that all share."""
+    """Three questions, each with an image of its own and one that all share."""
     shared = make_picture(40, 40, 9)
     return {
         str(number): SeenPrompt.from_text(
@@ -136,7 +135,10 @@ def test_images_are_cached_by_their_pixels(
 def test_no_state_is_kept_within_an_image_that_is_not_cut(
     folder: Path, stages: Sequence[Stage]
 ) -> None:
-    """No family has both; prompts branch off in the last block of the first image's rows."""
+    """No model family has both.
+
+    The prompts branch off in the last block of the first image's rows.
+    """
     served = Sight(stages, num_blocks=256, whole_images=True, max_num_batched_tokens=30)
     shared = make_picture(40, 40, 9)
     asked = {

@@ -275,7 +275,7 @@ def test_the_row_of_an_embedding_precedes_its_token(
 def test_a_lost_row_has_its_peer_resubmit(
     receiver: RequestReceiver, wire: Wire, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The connection is congested for the row, but not for the token."""
+    """The connection is congested when the row is sent, but not when the token is."""
     ask(receiver, "a", [1, 2])
 
     def send(identity: bytes, message: Any, payload: Any = None) -> bool:
@@ -469,7 +469,7 @@ IMAGE = ImageInput(ImageSpan(1, 1, 8, 8), PIXELS)
 
 
 class Sight:
-    """A receiver of a model that sees, whose images are encoded when the test says so."""
+    """A receiver of a multimodal model, whose images are encoded when the test says so."""
 
     def __init__(self, scheduler: Scheduler, wire: Wire) -> None:
         self.asked: list[tuple[Any, Any, Any]] = []
@@ -558,14 +558,14 @@ def test_images_that_do_not_fit_are_refused(sight: Sight, span: ImageSpan) -> No
 
 
 def test_ids_must_stand_for_the_pixels(sight: Sight) -> None:
-    """Else a peer could put its image into the cache under the ids of another."""
+    """Otherwise a peer could put its image into the cache under another image's ids."""
     sight.submit(IMAGE)
     sight.send(bytes(192))
     assert reasons(sight.wire) == [("k", "invalid")]
     assert not sight.asked
 
 
-def test_pixels_that_nobody_announced_are_refused(sight: Sight) -> None:
+def test_unannounced_pixels_are_refused(sight: Sight) -> None:
     sight.submit(IMAGE)
     sight.send(bytes(200))
     sight.submit(IMAGE, key="other")
@@ -575,7 +575,7 @@ def test_pixels_that_nobody_announced_are_refused(sight: Sight) -> None:
 
 @pytest.mark.parametrize("size", [0, 1, 191])
 def test_a_peer_cannot_trickle_pixels(sight: Sight, size: int) -> None:
-    """Each fragment prolongs the time in which the rest may come."""
+    """Each fragment restarts the timeout, so the last one alone may be small."""
     sight.submit(IMAGE)
     sight.send(PIXELS[:size])
     assert reasons(sight.wire) == [("k", "invalid")]
@@ -598,10 +598,10 @@ def test_images_of_all_requests_are_bounded(sight: Sight, monkeypatch: pytest.Mo
     assert len(reasons(sight.wire)) == 1
 
 
-def test_images_count_until_the_encoder_lets_go_of_them(
+def test_images_count_until_the_encoder_releases_them(
     sight: Sight, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else a peer that cancels, or submits again, fills the memory."""
+    """Otherwise a peer that cancels or resubmits requests could fill the memory."""
     monkeypatch.setattr(request_receiver, "MAX_IMAGE_BYTES", 300)
     sight.submit(IMAGE, key="a")
     sight.send(PIXELS, key="a")
@@ -649,7 +649,7 @@ def test_peers_that_collude_leave_memory_for_the_images_of_others(
 def test_the_cache_knows_images_by_more_than_their_ids(
     sight: Sight, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two images whose ids on the wire are the same, as a client may look for."""
+    """Two images with the same ids on the wire, as an attacker may search for."""
     monkeypatch.setattr(images, "_derive_ids", lambda digest, count: [FIRST_IMAGE_ID] * count)
     for key, pixels in (("a", PIXELS), ("b", bytes(192))):
         image = ImageInput(IMAGE.span, pixels)

@@ -1,4 +1,4 @@
-"""What a stage's place in the ring makes of its orders."""
+"""The orders that a stage's part of the ring carries out."""
 
 from functools import partial
 from pathlib import Path
@@ -75,7 +75,7 @@ def place(
     recurrent_layers: frozenset[int] = frozenset(),
     **settings: Any,
 ) -> StageRuntime:
-    """That of stage 0, which is the whole ring unless there are more."""
+    """The runtime of stage 0, which is the whole ring unless ``stages`` says otherwise."""
     start = LoadStage(
         pipeline="p1",
         stage=0,

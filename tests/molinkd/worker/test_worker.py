@@ -1,4 +1,4 @@
-"""A worker without a model: what it tells its daemon when something goes wrong."""
+"""A worker with a fake stage: what it reports to its daemon, above all failures."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -45,7 +45,7 @@ NO_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 
 
 
 class FakePipe:
-    """The daemon: gives orders and hears reports."""
+    """A fake daemon: sends orders and records reports."""
 
     def __init__(self) -> None:
         self.order: Callable[[Any], None] = print
@@ -349,7 +349,7 @@ async def test_a_repeated_command_is_answered_again(
         await net.until(lambda: len(pipe.said(RingFormed)) == 3)
     assert [formed.epoch for formed in pipe.said(RingFormed)] == [3, 3, 4]
     assert stage.allocated == 2
-    # What heads have learned of answers is in one place.
+    # All schedulers of the worker share the learned answer lengths.
     first, second = learned
     assert isinstance(first, AnswerLengths)
     assert first is second
@@ -374,7 +374,7 @@ async def test_a_blocked_previous_stage_is_reported_with_every_ring(
                 stats.counters["members_blocked_total"] == 1 for stats in pipe.said(WorkerStats)
             )
         )
-        # Removed and let in again, it may connect again.
+        # A peer that was removed and admitted again may connect again.
         for command in (members(), members(PREVIOUS), ring(3)):
             pipe.order(command)
         await net.until(lambda: len(pipe.said(RingFormed)) == 3)

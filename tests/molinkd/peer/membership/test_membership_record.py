@@ -78,7 +78,7 @@ def test_a_token_of_the_same_swarm_counts() -> None:
 def test_a_member_does_not_change_swarms_by_accident() -> None:
     with pytest.raises(UsageError, match="molink leave"):
         choose_membership(HOME, KNOWN, str(msgspec.structs.replace(make_token(), swarm="another")))
-    # Another PC may lead the same swarm by now, with a key of its own.
+    # Another PC, with its own key, may lead the same swarm now.
     moved = make_token(key=KeyPair.generate().public)
     assert choose_membership(HOME, KNOWN, str(moved)) == moved
 
@@ -115,7 +115,7 @@ async def test_joining(net: Net) -> None:
 
 
 async def test_another_swarm_replies(net: Net) -> None:
-    """One that got hold of the coordinator's key has no members of the token's swarm."""
+    """A PC with the coordinator's key answers, but for a swarm other than the token's."""
 
     def handle(sender: MessageSender, message: JoinRequest, _payload: memoryview | None) -> None:
         server.send(sender.identity, JoinReply(ref=message.ref, swarm="s2", peer="p"))
@@ -135,7 +135,7 @@ async def test_an_unknown_invitation(net: Net) -> None:
 
 
 class Refusing:
-    """A coordinator that answers with these errors first, and then lets everybody in."""
+    """A coordinator that first answers with these errors, and then admits every PC."""
 
     def __init__(self, net: Net, *errors: MolinkError) -> None:
         self.errors = list(errors)
@@ -183,7 +183,7 @@ async def test_an_overloaded_coordinator_is_retried(
 async def test_a_connection_that_breaks_before_the_reply(
     net: Net, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The coordinator shuts another PC out at that moment."""
+    """The coordinator revokes another PC at that moment, which breaks connections."""
 
     def handle(sender: MessageSender, message: JoinRequest, _payload: memoryview | None) -> None:
         seen.append(message)
@@ -209,7 +209,7 @@ async def test_a_coordinator_with_another_key(net: Net) -> None:
 
 
 async def test_ways_are_tried_side_by_side(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Addresses that don't answer cost no time."""
+    """Addresses that don't answer don't delay the join."""
     monkeypatch.setattr("molinkd.peer.membership.joining._CONNECT_TIMEOUT_S", 1e6)
     monkeypatch.setattr("molinkd.peer.membership.joining._JOIN_TIMEOUT_S", 1e6)
     good = Refusing(net).token
@@ -243,7 +243,7 @@ async def test_no_reply(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_a_peer_redirects_a_guest_to_the_coordinator(
     net: Net, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The one that the token names is gone, and another PC leads."""
+    """The coordinator that the token names is gone, and another PC leads."""
     monkeypatch.setattr("molinkd.peer.membership.joining._CONTACT_DELAY_S", 0.0)
 
     def admit(sender: MessageSender, message: JoinRequest, _payload: memoryview | None) -> None:
@@ -270,7 +270,7 @@ async def test_a_peer_redirects_a_guest_to_the_coordinator(
 async def test_a_hostile_contact_point_can_not_answer_for_the_coordinator(
     net: Net, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It says that this PC was removed, before the slow coordinator answers."""
+    """The contact point claims that this PC was revoked, before the slow coordinator answers."""
     monkeypatch.setattr("molinkd.peer.membership.joining._CONTACT_DELAY_S", 0.0)
 
     async def admit(sender: MessageSender, message: JoinRequest, _: memoryview | None) -> None:

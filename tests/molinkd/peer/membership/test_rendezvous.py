@@ -1,4 +1,4 @@
-"""A rendezvous and its peers on loopback, against strangers, liars and floods."""
+"""A rendezvous and its peers on loopback, with strangers, lies and floods."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -67,7 +67,7 @@ class Bench:
         return RendezvousClient(self.address, keys, "127.0.0.1")
 
     async def serve(self, name: bytes) -> int:
-        """A socket that answers every chunk with its name; returns its port."""
+        """A server that answers every chunk with its name; returns its port."""
 
         async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             self.streams.append((reader, writer))
@@ -88,7 +88,7 @@ class Bench:
 
     @property
     def waiting(self) -> list[Stream]:
-        """The waiting connection of the peer."""
+        """The peer's waiting connection."""
         session = self.server._sessions.get(session_of_peer(self.peer) | module._PEERS)
         return [] if session is None else session.waiting
 
@@ -126,7 +126,7 @@ async def bench(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Bench]:
     yield made
     await made.close()
     await until(lambda: not any(one.get_name() in TASKS for one in asyncio.all_tasks()))
-    await asyncio.sleep(0)  # what was aborted is closed one turn later
+    await asyncio.sleep(0)  # aborted connections are closed in the loop's next iteration
 
 
 def prove(peer: str, claim: Claim, nonce: bytes, secret: bytes = SECRET) -> bytes:
@@ -135,7 +135,7 @@ def prove(peer: str, claim: Claim, nonce: bytes, secret: bytes = SECRET) -> byte
 
 
 async def ended(stream: Stream) -> bytes:
-    """What comes until the other side ends."""
+    """Read until the other side ends the connection."""
     async with asyncio.timeout(20):
         with suppress(OSError):
             return await stream[0].read()
@@ -157,7 +157,7 @@ async def test_a_call_reaches_the_socket_that_it_names(bench: Bench) -> None:
     for _ in range(3):
         assert await talk(await bench.call(COORDINATOR)) == b"L"
         assert await talk(await bench.call(CONTROL)) == b"D"
-    assert await ended(await bench.call(b"\x09")) == b""  # and no other
+    assert await ended(await bench.call(b"\x09")) == b""  # and no others
     assert bench.caller.find_failure(bench.peer) == ""
     assert bench.server.num_peers == 1
 
@@ -226,7 +226,7 @@ async def test_a_wrong_secret(bench: Bench) -> None:
 async def test_a_registered_peer_that_vanished(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its connection is still open, as after a power cut: a caller is told soon."""
+    """Its connection still looks open, as after a power cut, but a caller is told soon."""
     monkeypatch.setattr(module, "REGISTER_GAP_S", 0.1)
     stream, nonce = await bench.visit()
     stream[1].write(compute_registration(bench.keys.signer, bench.peer, SECRET, nonce))
@@ -238,7 +238,7 @@ async def test_a_registered_peer_that_vanished(
     calling, nonce = await bench.visit()
     calling[1].write(prove(bench.peer, "calls", nonce) + COORDINATOR)
     assert await ended(calling) == NOBODY
-    # From then on it is gone at once, until it registers again.
+    # From then on a call is refused at once, until the peer registers again.
     monkeypatch.setattr(module, "REGISTER_GAP_S", 1e6)
     calling, nonce = await bench.visit()
     calling[1].write(prove(bench.peer, "calls", nonce) + COORDINATOR)
@@ -248,7 +248,7 @@ async def test_a_registered_peer_that_vanished(
 
 
 async def test_a_registered_peer_that_ended(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rendezvous knows; a query of it ends as soon."""
+    """The rendezvous knows that the peer has ended, so a query ends as soon."""
     monkeypatch.setattr(module, "REGISTER_GAP_S", 1e6)
     monkeypatch.setattr(module, "RENEW_GAP_S", 0.05)
     await bench.register()
@@ -308,7 +308,7 @@ async def test_a_stranger_gets_a_nonce_and_no_more(bench: Bench, kind: str) -> N
     await bench.register()
     stream, nonce = await bench.visit()
     answer = STRANGERS[kind](bench.peer, nonce)
-    assert len(answer) > NONCE_BYTES  # no answer is larger than its question
+    assert len(answer) > NONCE_BYTES  # no answer is longer than its question
     stream[1].write(answer)
     assert await ended(stream) == b""
     assert (bench.server.num_peers, bench.server.bytes_relayed) == (1, 0)
@@ -316,7 +316,7 @@ async def test_a_stranger_gets_a_nonce_and_no_more(bench: Bench, kind: str) -> N
 
 
 async def test_a_registration_is_void_at_another_rendezvous(bench: Bench) -> None:
-    """A hostile one passes on the nonce of ours to a peer that registers there."""
+    """A hostile rendezvous passes our rendezvous's nonce on to a peer that registers there."""
     stream, nonce = await bench.visit()
     signed = register_as(bench.peer, bench.keys, nonce, b"h" * 16)[PROOF_BYTES:]
     stream[1].write(prove(bench.peer, "registers", nonce) + signed)
@@ -343,7 +343,7 @@ async def test_a_flood_locks_nobody_out(bench: Bench) -> None:
 async def test_one_address_takes_neither_all_sessions_nor_all_calls(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It knows the secret, as a removed member may."""
+    """The address knows the secret, as a removed member may."""
     monkeypatch.setattr(module, "MAX_SESSIONS", 4)
     monkeypatch.setattr(module, "MAX_CALLERS", 3)
     await bench.server.close()
@@ -384,9 +384,9 @@ async def test_connections_are_bounded(bench: Bench, monkeypatch: pytest.MonkeyP
     assert await talk(await bench.call()) == b"L"
 
 
-# --- a rendezvous that lies -------------------------------------------------------------------
+# --- a hostile rendezvous ---------------------------------------------------------------------
 
-#: What the rendezvous does with a chunk.
+#: How a hostile rendezvous passes on a chunk.
 Pass = Callable[[bytes, asyncio.StreamWriter], None]
 
 
@@ -416,7 +416,7 @@ class Reorderer:
 
 
 def lie(monkeypatch: pytest.MonkeyPatch, passes: Pass, is_honest: Callable[[], bool]) -> None:
-    """The rendezvous passes bytes on by ``passes`` once it is no longer honest."""
+    """From then on the rendezvous passes bytes on by ``passes``, unless it is honest."""
 
     async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while data := await reader.read(CHUNK_BYTES):
@@ -466,8 +466,11 @@ class Leader:
 async def test_what_a_liar_alters_is_never_read(
     net: Net, bench: Bench, monkeypatch: pytest.MonkeyPatch, passes: Pass, begins: str
 ) -> None:
-    """Altered, repeated, reordered or held back: each request is read once and as it was sent, or
-    not at all; and once the rendezvous is honest again, all works again."""
+    """Each request is read once and as it was sent, or not at all.
+
+    Chunks are altered, repeated, reordered or held back; all works again once the rendezvous is
+    honest.
+    """
     honest = [begins == "later"]
     lie(monkeypatch, passes, lambda: honest[0])
     leader = Leader(bench, net)
@@ -494,7 +497,7 @@ async def test_what_a_liar_alters_is_never_read(
 
 
 async def test_a_liar_connects_to_another_peer(net: Net, bench: Bench) -> None:
-    """One that admits everybody: the caller knows the leader's key."""
+    """The other peer admits everybody, but the caller knows the leader's key."""
     served: list[ControlMessage] = []
     keys, net.keys = net.keys, KeyPair.generate()
     impostor = net.server(control_codec(), lambda _, message, __: served.append(message))
