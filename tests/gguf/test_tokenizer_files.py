@@ -81,7 +81,7 @@ def test_merges_added_tokens_and_ends() -> None:
     assert tokenizer.encode("hel").ids == [257]
     assert tokenizer.encode("a<|im_end|>b<extra>").ids[1::2] == [258, 259]
     assert tokenizer.decode(tokenizer.encode("wörld <extra>").ids) == "wörld <extra>"
-    # Tokens that usually end an answer do so, whatever the file names.
+    # Tokens that usually end an answer do so, regardless of the end token that the file names.
     assert files.eos_ids == (0, 258)
     assert files.config["add_bos_token"] is False
     assert len(tokenizer.encode("hello").ids) > 1

@@ -575,7 +575,7 @@ def test_unannounced_pixels_are_refused(sight: Sight) -> None:
 
 @pytest.mark.parametrize("size", [0, 1, 191])
 def test_a_peer_cannot_trickle_pixels(sight: Sight, size: int) -> None:
-    """Each fragment restarts the timeout, so the last one alone may be small."""
+    """Each fragment restarts the timeout, so only one that ends an image may be small."""
     sight.submit(IMAGE)
     sight.send(PIXELS[:size])
     assert reasons(sight.wire) == [("k", "invalid")]

@@ -1,4 +1,4 @@
-"""Parsers can read whatever the grammars of calls allow."""
+"""Parsers can read every call that the grammars allow."""
 
 import json
 from pathlib import Path

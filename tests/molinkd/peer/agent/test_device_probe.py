@@ -106,8 +106,7 @@ def test_a_gpu_budget_leaves_room_for_contexts_and_other_stages() -> None:
     assert stage_memory_budget(Settings(name="n"), busy) == 2 * gib
     full = DeviceProbe(**RESULT | {"kind": "cuda", "total": 10 * gib, "free": 0})
     assert stage_memory_budget(Settings(name="n"), full) == 0
-    # The user's setting holds whatever other programs use, but the CUDA context is always
-    # subtracted.
+    # The user's setting doesn't depend on other programs, but the CUDA context is subtracted.
     assert stage_memory_budget(Settings(name="n", memory=MemoryShare(80.0)), busy) == 8 * gib
     assert stage_memory_budget(Settings(name="n", memory=12 * gib), busy) == 9 * gib
 
