@@ -167,7 +167,7 @@ def test_quantized_projections_keep_their_size() -> None:
         assert need.step_bytes >= 2 * plain.step_bytes + 200 * 4, "room to unpack the widest weight"
         in_place = Footprint.of_stage(TINY, replace(target, has_block_kernels=True))
         assert in_place.step_bytes == need.step_bytes - 200 * 4, "nothing is unpacked"
-        # For int8 rows a CPU stores the scales a second time.
+        # In int8 a CPU repeats each row's scale along its columns.
         assert in_place.layer_bytes == need.layer_bytes + (460 // 16 if mode == "int8" else 0)
     stored = Footprint.of_stage(replace_facts(quantized="nf4"), StageSetup(step_limits=LOAD))
     assert stored == Footprint.of_stage(TINY, StageSetup(quantize="nf4", step_limits=LOAD))

@@ -254,7 +254,7 @@ def test_gemmas_vocabulary_cuts_as_transformers_does(written: str) -> None:
 
 
 def test_runs_of_spaces_as_older_files_have_them() -> None:
-    """Runs of spaces are single tokens there, instead of merges."""
+    """Runs of ``▁`` are looked up as written; runs of spaces become them by merges."""
     _, ours = made(**gemma_metadata(learned(), "before"))
     tokens = [ours.id_to_token(index) for index in ours.encode(". ▁▁▁.  .").ids]
     assert tokens == [".", "▁", "▁▁▁", ".", "▁▁", "."]

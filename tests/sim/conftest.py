@@ -14,5 +14,5 @@ def workload() -> Workload:
 
 @pytest.fixture
 def baseline(workload: Workload) -> Scenario:
-    """A policy without any of the features."""
+    """A ring with all link features off."""
     return Scenario.make_baseline(workload, link=LinkProfile(100, 30))

@@ -69,7 +69,7 @@ def test_forced_tokens_are_drafted() -> None:
 
 
 def with_drafts(right: int) -> tuple[KnownText, ...]:
-    """Each text with model drafts, of which the share ``right`` is right."""
+    """Each text with model drafts of four tokens, of which the first ``right`` are right."""
     found = []
     for text in TEXTS:
         rest = [text.answer[at : at + 4] for at in range(len(text.answer))]

@@ -136,7 +136,7 @@ def test_hystart_ends_slow_start_before_a_queue_as_long_as_the_pipe_overflows() 
     line.take(PROMPT, 0.0)
     assert line.uplink.dropped_bytes == 0
     assert pipe / 2 < cubic_of(line).threshold < 2 * pipe
-    # In slow start half of a round trip's segments queue up, which exceeds a queue of a third.
+    # In slow start half of a round trip's segments queue up; this queue holds a third of them.
     short = Line("cubic", room=pipe // 3)
     short.take(PROMPT, 0.0)
     assert short.uplink.dropped_bytes > 0
@@ -178,7 +178,7 @@ def test_small_messages_are_paced_as_in_startup() -> None:
     for index in range(5):
         line.event_queue.schedule_at(0.5 * index, line.write, INITIAL_WINDOW)
     line.event_queue.run(10.0)
-    # A round trip's pacing rate carries all data offered, so it stays 2.89 times that rate.
+    # One round trip carries all that is offered, so the pacing rate stays 2.89 times as much.
     assert bbr_of(line).mode is BbrMode.STARTUP
     rate = HIGH_GAIN * INITIAL_WINDOW / ROUND_TRIP
     assert bbr_of(line).pacing_rate == pytest.approx(rate)
@@ -191,9 +191,9 @@ def test_small_messages_are_paced_as_in_startup() -> None:
     ("name", "channel", "measured"),
     [
         ("cubic", Channel.DECODE, 0.0175),
-        # Before BBR was set on decode channels.
+        # Before decode channels avoided BBR.
         ("bbr", Channel.BULK, 0.025),
-        # With BBR, which still paces.
+        # Switched away from BBR, but still paced.
         ("bbr", Channel.DECODE, 0.021),
     ],
 )

@@ -95,7 +95,7 @@ def test_gguf_weights_are_those_of_the_file_and_as_large(name: str) -> None:
     linear = PlanesLinear(planes, None, torch.float32)
     assert torch.equal(linear.look_up(tokens), found[tokens])
     assert linear.nbytes == resident_bytes(form, (96, 512))
-    # Two six-bit numbers of a group share a byte.
+    # A group's two six-bit numbers take a byte each.
     grown = {"q4_k": 4, "q5_k": 4, "iq4_xs": 2}.get(name, 0)
     assert linear.nbytes == 96 * 512 // kind.block_size * (kind.nbytes + grown)
 

@@ -74,7 +74,7 @@ def test_excess_unread_bytes_cut_the_connection() -> None:
 
 
 def test_endless_message_is_bounded() -> None:
-    """Until a message is complete, its bytes count as not readable."""
+    """Bytes that have arrived while no whole message waits belong to an unfinished one."""
     book = Book()
     one = book.open(3)
     assert book.look((one, 3000)) is None
