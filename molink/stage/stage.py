@@ -128,19 +128,20 @@ class Stage:
             folder, torch_device, TORCH_DTYPES[computed], quantize, disabled_kernels
         )
         with ExitStack() as opened:
-            weights, host = opened.enter_context(source.open_weights()), None
+            weights = opened.enter_context(source.open_weights())
+            host = None
             if host_experts:
                 _check_host_experts(config, host_experts)
-                cpu, kind = torch.device("cpu"), _choose_host_dtype(computed, config, torch_device)
-                beside = WeightSource(folder, cpu, TORCH_DTYPES[kind], quantize, avoided)
-                host = HostExperts(
-                    host_experts,
-                    opened.enter_context(beside.open_weights()),
-                    None if torch_device.type == "cpu" else (source, beside),
-                )
-            reader, operators = weights.reader, weights.operators
+                kind = _choose_host_dtype(computed, config, torch_device)
+                host = _open_host_experts(opened, source, host_experts, TORCH_DTYPES[kind], avoided)
             decoder = load_decoder(
-                reader, config, operators, layers, held or HeldWeights(), on_layer, host
+                weights.reader,
+                config,
+                weights.operators,
+                layers,
+                held or HeldWeights(),
+                on_layer,
+                host,
             )
         wire = choose_wire_dtype(dtype, config.dtype)
         return cls(
@@ -590,6 +591,21 @@ def _check_host_experts(config: ModelConfig, count: int) -> None:
     if not 0 < count <= most:
         has = f"has {most} experts in a layer" if most else "has no experts"
         raise UsageError(f"{count} experts can't lie in host memory: the model {has}")
+
+
+def _open_host_experts(
+    opened: ExitStack,
+    source: WeightSource,
+    count: int,
+    dtype: torch.dtype,
+    disabled_kernels: Collection[str],
+) -> HostExperts:
+    """Open the source of ``count`` experts of each layer for the CPU, beside the device's."""
+    host = WeightSource(
+        source.folder, torch.device("cpu"), dtype, source.quantize, disabled_kernels
+    )
+    sources = None if source.device.type == "cpu" else (source, host)
+    return HostExperts(count, opened.enter_context(host.open_weights()), sources)
 
 
 def _choose_host_dtype(

@@ -1,9 +1,10 @@
-"""Emulated homes: how a PC behind each kind of router looks from outside, and who can connect."""
+"""Emulated homes: how a PC behind each kind of router looks over IPv4, and who can connect."""
 
 import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -33,7 +34,7 @@ for host, port in json.loads(sys.argv[1]):
     asking = socket.socket()
     asking.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     asking.bind(("", 4000))
-    asking.settimeout(1.0)
+    asking.settimeout(4.0)  # a first packet may be lost, and is sent again after a second
     try:
         asking.connect((host, port))
         seen[f"{host}:{port}"] = asking.recv(99).decode()
@@ -51,7 +52,7 @@ print(json.dumps(sorted(callers)))
 CALL = """
 import socket, sys
 calling = socket.socket()
-calling.settimeout(0.5)
+calling.settimeout(3.0)
 sys.exit(calling.connect_ex((sys.argv[1], int(sys.argv[2]))) != 0)
 """
 HUB, OTHER = "10.77.0.1", "10.77.0.2"
@@ -65,21 +66,25 @@ Observations = dict[Kind, tuple[dict[str, str], list[str]]]
 @pytest.fixture(scope="module")
 def observed() -> Iterator[Observations]:
     """The addresses that servers see of a PC behind each router, and which homes can reach it."""
-    kinds: tuple[Kind, ...] = ("open", "open", *KINDS)
+    routers = [kind for kind in KINDS if kind != "only-ipv6"]
+    kinds: tuple[Kind, ...] = ("open", "open", *routers)
     targets = json.dumps([(HUB, 5000), (HUB, 443), (OTHER, 443)])
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with Homes([Node(f"home{index}") for index in range(len(kinds))], kinds) as homes:
+    nodes = [Node(f"home{index}") for index in range(len(kinds))]
+    with Homes(nodes, kinds) as homes, ExitStack() as stack:
         for index in (0, 1):
             served = homes.run(index, [sys.executable, "-c", SERVE], stdout=subprocess.PIPE)
             with served.stdout as said:
                 said.readline()
         asking = {
-            kind: homes.run(2 + index, [sys.executable, "-c", ASK, targets], **pipes)
-            for index, kind in enumerate(KINDS)
+            kind: stack.enter_context(
+                homes.run(2 + index, [sys.executable, "-c", ASK, targets], **pipes)
+            )
+            for index, kind in enumerate(routers)
         }
         seen = {kind: json.loads(one.stdout.readline()) for kind, one in asking.items()}
         calling = []
-        for kind in KINDS[1:]:
+        for kind in routers[1:]:
             where = next(filter(None, seen[kind].values())).split()
             # A connection from another port of a known address, and one from an unknown address.
             for caller in (0, STRANGER):

@@ -92,16 +92,18 @@ def start_daemon(
         error.args = (f"{error}{_unset_hint(str(error), as_before, home)}",)
         raise
     if background:
-        console.print_text(
-            tr(
-                "Running in the background (process {pid}). {status} shows the swarm, {logs} the "
-                "logs; {down} stops it.",
-                pid=pid,
-                status=home.format_command("status"),
-                logs=home.format_command("logs"),
-                down=home.format_command("down"),
-            )
-        )
+        console.print_text(_background_text(home, pid))
+
+
+def _background_text(home: Home, pid: int) -> str:
+    return tr(
+        "Running in the background (process {pid}). {status} shows the swarm, {logs} the "
+        "logs; {down} stops it.",
+        pid=pid,
+        status=home.format_command("status"),
+        logs=home.format_command("logs"),
+        down=home.format_command("down"),
+    )
 
 
 def _portable_options(options: Mapping[str, Any], settings: Settings) -> dict[str, Any]:

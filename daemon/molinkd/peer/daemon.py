@@ -174,12 +174,7 @@ class Daemon:
             rendezvous.start(partial(_find_socket, resources, leadership))
         if leadership.is_founder:
             await leadership.found_swarm()
-        announcer = SwarmAnnouncer(self._settings, lambda: leadership.coordinator)
-        stack.push_async_callback(announcer.close)
-        announcer.start()
-        scanner = DiscoveryScanner(self._settings, leadership)
-        stack.push_async_callback(scanner.close)
-        scanner.start()
+        self._start_discovery(stack, leadership)
         self._save_models(leadership, bootstrap, record)
         measured = await measuring
         await hashing
@@ -196,6 +191,15 @@ class Daemon:
         offering = self._offer_models(launches, keys, repository, node)
         for work in (bootstrap.request_serving(node.session), bootstrap.watch_files(), offering):
             stack.push_async_callback(cancel_tasks, asyncio.create_task(work))
+
+    def _start_discovery(self, stack: AsyncExitStack, leadership: Leadership) -> None:
+        """Announce the swarm on the local network, and look for others' announcements."""
+        announcer = SwarmAnnouncer(self._settings, lambda: leadership.coordinator)
+        stack.push_async_callback(announcer.close)
+        announcer.start()
+        scanner = DiscoveryScanner(self._settings, leadership)
+        stack.push_async_callback(scanner.close)
+        scanner.start()
 
     def _open_rendezvous(
         self, stack: AsyncExitStack, keys: KeyPair, known: MembershipRecord | JoinToken | None

@@ -113,7 +113,7 @@ def start(net: Net, library: ModelRepository, me: str) -> tuple[Server, Commands
             lambda peer, request: LeaderReply(
                 ref=request.ref, view=msgspec.structs.replace(request.view, leader=peer)
             ),
-            lambda: ("k" * 40, ("h:1",)),
+            lambda: ("k" * 40, ("h:1",), "leader"),
         ),
     )
     server = net.server(control_codec(), service.handle_message, permits=service.is_permitted)
