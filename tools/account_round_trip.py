@@ -5,9 +5,10 @@
 One stream without drafts, in a ring of daemons with a stage per node (:mod:`tools.bench_rival`).
 The time per token as the client sees it is split into the configured delays, what the emulation
 adds to these (idle round trips of small datagrams), the wire (rows by the rate), the stages'
-steps, and the rest: event loops, threads, encryption, kernel, scheduler. Beside the rest stands the
-CPU time of the three workers outside steps; what is left of it is waiting until a thread runs or a
-packet is seen. Steps are wall time: on a PC that does other work, these rows tell nothing.
+steps, and the rest: event loops, threads, encryption, kernel, scheduler. The CPU time of the three
+workers outside steps may exceed the rest, since it includes work that no token waits for, such as
+reports and signs of life. Steps are wall time: on a PC that does other work, these rows tell
+nothing.
 """
 
 import argparse
