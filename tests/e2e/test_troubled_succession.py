@@ -16,7 +16,7 @@ import pytest
 from molink.errors import PeerBanned
 from molink.wire.messages.membership import AdmissionEntry
 from molinkd.coordinator.replica_file import read_replica
-from tests.e2e.test_knocking import shown_code
+from tests.e2e.test_pairing import shown_code
 from tests.support import wrong_clock
 from tests.support.local_swarm import LocalSwarm
 from tests.support.processes import Process, Tools, environment
@@ -55,7 +55,7 @@ class Swarm(LocalSwarm):
         (self.root / name).mkdir(exist_ok=True)
         (self.root / name / "config.toml").write_text("pairing_port = 0\n", encoding="utf-8")
 
-    def knock(self, name: str, at: str) -> Process:
+    def request_pairing(self, name: str, at: str) -> Process:
         """A PC asks to join at that PC, which leads."""
         self._prepare(name)
         port = self.status(at)["pairing_port"]
@@ -117,7 +117,7 @@ def test_pcs_ask_to_join_while_the_leader_changes(
         swarm.wait_for(one, led_by="first", names=members)
     codes = {}
     for name in ("early", "midway", "never"):
-        codes[name] = shown_code(swarm.knock(name, "first"), tools)
+        codes[name] = shown_code(swarm.request_pairing(name, "first"), tools)
     assert swarm.molink("third", "approve", codes["early"]) == '"early" joined.'
     swarm.wait_for("early", led_by="first", names=[*members, "early"])
     with ThreadPoolExecutor(1) as pool:
@@ -148,7 +148,7 @@ def test_pcs_ask_to_join_while_the_leader_changes(
         again.append("midway")
         swarm.running.pop("midway").stop()
     for name in again:
-        process = swarm.knock(name, leader)
+        process = swarm.request_pairing(name, leader)
         tools.wait_for(lambda process=process: len(_CODES.findall(process.output)) == 2, process)
         code = _CODES.findall(process.output)[-1]
         assert swarm.molink("third", "approve", code) == f'"{name}" joined.'

@@ -78,16 +78,16 @@ async def request_pairing(
     """
     reader, writer, address = await _connect(nearby)
     try:
-        knocker = PairingInitiator(
+        initiator = PairingInitiator(
             keys.signer.verify_key, name, molink.__version__, secrets.token_bytes(32)
         )
-        challenge = await _request_challenge(reader, writer, knocker.commitment, join)
+        challenge = await _request_challenge(reader, writer, initiator.commitment, join)
         if not _matches_announcement(challenge, nearby):
             raise WireError(
                 f"the program at {address} is not the announced swarm: another program "
                 "or PC impersonates it. Join with a token (from `molink invite`)"
             )
-        reveal, code = knocker.answer_challenge(challenge)
+        reveal, code = initiator.answer_challenge(challenge)
         writer.write(encode_frame(reveal))
         show(PairingCode(challenge.swarm, sanitize_name(challenge.name, challenge.swarm), code))
         verdict = await _await_result(reader, timeout, join)

@@ -1,6 +1,6 @@
 """A swarm is announced by its coordinator's PC, and only on interfaces that others can hear.
 
-``tests/e2e/test_knocking.py`` receives announcements between two network namespaces; not every
+``tests/e2e/test_pairing.py`` receives announcements between two network namespaces; not every
 machine that runs tests has multicast.
 """
 

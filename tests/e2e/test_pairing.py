@@ -71,7 +71,7 @@ class Loopback:
 
 @pytest.fixture(scope="module")
 def loopback(tmp_path_factory: pytest.TempPathFactory, tools: type[Tools]) -> Iterator[Loopback]:
-    swarm = Loopback(tmp_path_factory.mktemp("knocking"), tools)
+    swarm = Loopback(tmp_path_factory.mktemp("pairing"), tools)
     try:
         swarm.open()
         yield swarm
@@ -84,8 +84,8 @@ def test_a_pc_is_let_in_by_its_code(loopback: Loopback, tools: type[Tools]) -> N
     second = loopback.join("second")
     code = shown_code(second, tools)
     assert "asks to join swarm first" in second.output
-    (knock,) = loopback.up.status()["pairing_requests"]
-    assert (knock["name"], knock["code"], knock["address"]) == ("second", code, "127.0.0.1")
+    (request,) = loopback.up.status()["pairing_requests"]
+    assert (request["name"], request["code"], request["address"]) == ("second", code, "127.0.0.1")
     tools.wait_for(lambda: f"molink approve {code}" in loopback.up.output, loopback.up)
     assert code in tools.run_molink(loopback.first, "approve").stdout
     done = tools.run_molink(loopback.first, "approve", code)
