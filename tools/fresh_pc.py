@@ -30,8 +30,10 @@ NEWER = "99.0.0"
 _SHARED = ("/etc/resolv.conf", "/etc/hosts", "/etc/ssl/certs")
 _VARIABLES = re.compile(r"PIP_|SSL_CERT|(https?|no)_proxy$", re.IGNORECASE)
 _PROGRAM = ".local/share/molink"
+#: The home of the fresh system's user.
+_HOME = "/home/user"
 #: Two PCs on one: other folders and ports. Multicast would find other swarms.
-_PC = "MOLINK_DISCOVERY=false MOLINK_HOST=127.0.0.1 MOLINK_THREADS=1 MOLINK_HOME=/root/{name}"
+_PC = "MOLINK_DISCOVERY=false MOLINK_HOST=127.0.0.1 MOLINK_THREADS=1 MOLINK_HOME={home}/{name}"
 _ANY_PORTS = "MOLINK_{}_PORT=0"
 
 
@@ -39,7 +41,8 @@ class FreshPc:
     """A Debian in a folder, and the times of what ran there."""
 
     def __init__(self, root: Path) -> None:
-        self.root = root
+        self.root, self.home = root, root / _HOME.lstrip("/")
+        self.home.mkdir(parents=True, exist_ok=True)
         self.times: list[tuple[str, float]] = []
 
     def run(self, step: str, command: str) -> str:
@@ -49,7 +52,7 @@ class FreshPc:
             SystemExit: it failed.
         """
         kept = {key: text for key, text in os.environ.items() if _VARIABLES.match(key)}
-        environment = {"HOME": "/root", "PATH": "/root/.local/bin:/usr/bin:/bin", **kept}
+        environment = {"HOME": _HOME, "PATH": f"{_HOME}/.local/bin:/usr/bin:/bin", **kept}
         began = time.monotonic()
         done = subprocess.run(
             [shutil.which("chroot") or "chroot", str(self.root), "bash", "-ceu", f"cd; {command}"],
@@ -68,15 +71,14 @@ class FreshPc:
 
     def measure_disk(self) -> int:
         """The megabytes of the program."""
-        folder = self.root / "root" / _PROGRAM
+        folder = self.home / _PROGRAM
         sizes = (path.lstat().st_size for path in folder.rglob("*"))
         return sum(sizes) // 10**6
 
     def list_left(self) -> list[Path]:
         """Files of molink in the user's folder, and processes of the fresh system."""
-        home = self.root / "root"
-        found = [path for path in home.rglob("*") if "molink" in path.name.lower()]
-        found += [path for path in (home / "first",) if path.exists()]
+        found = [path for path in self.home.rglob("*") if "molink" in path.name.lower()]
+        found += [path for path in (self.home / "first",) if path.exists()]
         for process in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
                 if (process / "root").readlink() == self.root:
@@ -115,7 +117,7 @@ def walk(pc: FreshPc, url: str) -> None:
     pc.run("curl install.sh | bash", f"curl -fsS {url}/old/install.sh | bash -s -- --cpu")
     disk = pc.measure_disk()
     pc.run("molink demo --ask", 'molink demo --ask "What is molink?"')
-    first, second = (f"{_PC.format(name=each)} " for each in ("first", "second"))
+    first, second = (f"{_PC.format(home=_HOME, name=each)} " for each in ("first", "second"))
     ports = " ".join(map(_ANY_PORTS.format, ("API", "CONTROL", "COORDINATOR")))
     second = f"{second}{ports} MOLINK_WORKER_PORTS=0-0 "
     pc.run("molink up", f"{first} molink up --background --model molink-demo --min-peers 2")

@@ -128,20 +128,13 @@ class Stage:
             folder, torch_device, TORCH_DTYPES[computed], quantize, disabled_kernels
         )
         with ExitStack() as opened:
-            weights = opened.enter_context(source.open_weights())
-            host = None
+            weights, host = opened.enter_context(source.open_weights()), None
             if host_experts:
-                _check_host_experts(config, host_experts)
                 kind = _choose_host_dtype(computed, config, torch_device)
                 host = _open_host_experts(opened, source, host_experts, TORCH_DTYPES[kind], avoided)
+            reader, operators = weights.reader, weights.operators
             decoder = load_decoder(
-                weights.reader,
-                config,
-                weights.operators,
-                layers,
-                held or HeldWeights(),
-                on_layer,
-                host,
+                reader, config, operators, layers, held or HeldWeights(), on_layer, host
             )
         wire = choose_wire_dtype(dtype, config.dtype)
         return cls(
@@ -600,7 +593,12 @@ def _open_host_experts(
     dtype: torch.dtype,
     disabled_kernels: Collection[str],
 ) -> HostExperts:
-    """Open the source of ``count`` experts of each layer for the CPU, beside the device's."""
+    """Open the source of ``count`` experts of each layer for the CPU, beside the device's.
+
+    Raises:
+        UsageError: a layer has fewer.
+    """
+    _check_host_experts(source.folder.config, count)
     host = WeightSource(
         source.folder, torch.device("cpu"), dtype, source.quantize, disabled_kernels
     )

@@ -222,6 +222,11 @@ class HonestPCs:
         leader = self.leader(name)
         return leader is not None and leader.peer == by
 
+    def wait_gone(self, peer: str) -> None:
+        """Wait until no running PC lists ``peer`` as a member."""
+        for name, process in self.running.items():
+            self._tools.wait_for(lambda name=name: peer not in self.members(name), process, 15.0)
+
     def wait_banned(self, peer: str) -> None:
         """Wait until the founder has banned a member."""
 
@@ -496,7 +501,7 @@ def test_one_member_burns_no_terms(swarm: HonestPCs) -> None:
 def revoke(swarm: HonestPCs, bad: HostileMember) -> None:
     """Have the founder revoke it, and wait until all PCs know."""
     local_daemon.revoke_peer(swarm.first.home, bad.peer)
-    time.sleep(SPREAD_S)
+    swarm.wait_gone(bad.peer)
 
 
 def test_a_revocation_ends_all_that_came_by_the_revoked(swarm: HonestPCs) -> None:

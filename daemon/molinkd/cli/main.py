@@ -5,7 +5,7 @@ import io
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Annotated, Any, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -43,7 +43,13 @@ def _translate_help(one: Any) -> None:
             setattr(one, name, tr(getattr(one, name)))
 
 
-class _Translated:
+if TYPE_CHECKING:
+    _CommandBase = TyperCommand  # what the mixin below is mixed into
+else:
+    _CommandBase = object
+
+
+class _Translated(_CommandBase):
     """A command whose help is in the user's language."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -52,14 +58,14 @@ class _Translated:
 
     def get_params(self, ctx: Any) -> list[Any]:
         """All options and arguments."""
-        params: list[Any] = super().get_params(ctx)  # type: ignore[misc]
+        params: list[Any] = super().get_params(ctx)
         for one in params:
             _translate_help(one)
         return params
 
     def format_usage(self, ctx: Any, formatter: Any) -> None:
         """Write the line of usage."""
-        pieces = self.collect_usage_pieces(ctx)  # type: ignore[attr-defined]
+        pieces = self.collect_usage_pieces(ctx)
         formatter.write_usage(ctx.command_path, " ".join(pieces), prefix=tr("Usage: "))
 
 
