@@ -604,11 +604,12 @@ def test_a_hostile_leader_changes_no_membership(doomed: HonestPCs) -> None:
         out = stack.enter_context(doomed.admit())
         doomed.add("second")
         doomed.readmit("second")
+        # It answers from now on: a query that a coordinator's restart starts may still wait below.
+        bad.answer = lambda: bad.lost(bad.term)
         revoke(doomed, out)
         before = doomed.members("second")
         second = doomed.peers["second"]
         # It is the next to lead, and its coordinator accepts every peer.
-        bad.answer = lambda: bad.lost(bad.term)
         doomed.kill("first")
         fake = FakeCoordinator(bad, next_term(bad.term, bad.peer))
         stack.callback(fake.close)
