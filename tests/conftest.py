@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from xdist.remote import Producer
     from xdist.scheduler import Scheduling
 
-# Tests share the machine with each other and with processes that they start, so many threads only
-# slow them down.
+# Tests share the machine with each other and with processes that they start: further
+# threads would only slow them down.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # GPU kernels run in Triton's interpreter where there is no GPU; Triton reads it on import.
@@ -80,7 +80,7 @@ SHARING_DEMO = (
     "tests/e2e/test_parity.py",
 )
 #: Number of workers that run files which start processes, if there are more than two workers.
-LANES = 2
+STARTING_WORKERS = 2
 
 #: Fixtures that several folders share.
 pytest_plugins = ["tests.support.fake_fleet"]
@@ -111,8 +111,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: "Producer") -> "Sche
             return nodeid.partition("::")[0]
 
         def _assign_work_unit(self, node: WorkerController) -> None:
-            lanes = LANES if len(self.nodes) > LANES else 1
-            starts = node in self.nodes[:lanes]
+            starting = STARTING_WORKERS if len(self.nodes) > STARTING_WORKERS else 1
+            starts = node in self.nodes[:starting]
             # The longest tests start first, so that no worker is left with one at the end.
             for scope in sorted(self.workqueue, key=lambda scope: not scope.startswith(SPREAD)):
                 if scope.startswith(STARTING_PROCESSES) == starts:
@@ -154,7 +154,7 @@ async def net() -> AsyncIterator[Net]:
     async with AsyncExitStack() as stack:
         made = Net(stack)
         yield made
-    made.gatekeeper.close()
+    made.authenticator.close()
     made.context.destroy(linger=0)  # a test that failed has sockets open: don't wait for them
     current = asyncio.current_task()
     assert asyncio.all_tasks() <= {*before, current}

@@ -277,13 +277,13 @@ def test_links_out_of_the_cache_are_not_followed(
 ) -> None:
     """A link in place of a blob or a partial download, with a shorter or a longer target."""
     folder, _ = pull()
-    victim, first = tmp_path / "victim", weights(served)[0]
-    victim.write_bytes(bytes(nbytes))
+    target, first = tmp_path / "target", weights(served)[0]
+    target.write_bytes(bytes(nbytes))
     blob = blobs(tmp_path) / blob_of(first)
     blob.unlink()
-    blob.with_suffix(suffix).symlink_to(victim)
+    blob.with_suffix(suffix).symlink_to(target)
     assert pull()[0] == folder
-    assert victim.read_bytes() == bytes(nbytes)
+    assert target.read_bytes() == bytes(nbytes)
     assert (folder / first.name).read_bytes() == first.read_bytes()
     assert not any(path.is_symlink() for path in blobs(tmp_path).iterdir())
 

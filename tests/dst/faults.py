@@ -54,25 +54,25 @@ class Faults:
         for action in [*drawn, *([self._read_late] * 2 if late else ())]:
             at = rng.uniform(*BEGIN)
             self.until = max(self.until, at)
-            world.agenda.schedule_at(at, action)
+            world.event_queue.schedule_at(at, action)
         if others and world.liars.known:
             chance = Random(world.seed)  # the other random choices stay the same
             at = chance.uniform(*BEGIN)
             self.until = max(self.until, at)
-            world.agenda.schedule_at(at, self._lie, chance.choice((3.0, 8.0, 12.0, 25.0)))
+            world.event_queue.schedule_at(at, self._lie, chance.choice((3.0, 8.0, 12.0, 25.0)))
 
     # --- helpers ---------------------------------------------------------------------------------
 
     def _say(self, text: str) -> None:
-        line = f"{self._world.agenda.now:.2f} {text}"
+        line = f"{self._world.event_queue.now:.2f} {text}"
         self.log.append(line)
         self._world.note(f"FAULT {text}")
 
     def _for(self, seconds: float, undo: Callable[[], None], *, may_cost: bool = True) -> None:
-        at = self._world.agenda.now + seconds
+        at = self._world.event_queue.now + seconds
         self.until = max(self.until, at)
         self.long |= may_cost and seconds > LONG
-        self._world.agenda.schedule_at(at, undo)
+        self._world.event_queue.schedule_at(at, undo)
 
     def _pcs(self) -> list[Pc]:
         return [pc for pc in self._world.pcs if pc.up]
@@ -209,7 +209,7 @@ class Faults:
         peer = self._rng.choice(members)
         why = self._rng.choice(("left", "was revoked"))
         leaver = peer_of(peer.pc.name)
-        after = leave(log, leaver) if why == "left" else revoke(log, leaver, world.agenda.now)
+        after = leave(log, leaver) if why == "left" else revoke(log, leaver, world.event_queue.now)
         gone = [one for one in world.peers if log.is_member(one.id) and not after.is_member(one.id)]
         # The swarm may wait for this many live PCs.
         left = len(world.pcs) - len({*world.lost, *(one.pc for one in gone)})

@@ -64,7 +64,7 @@ class Leadership:
         #: Number of the last decision about the local process.
         self._deed = 0
         member, known = peer.membership, self._membership()
-        self.succession = LeaderElection(
+        self.election = LeaderElection(
             peer.id,
             daemon.time(),
             membership=known,
@@ -94,9 +94,9 @@ class Leadership:
         """Process a coordinator's heartbeat; returns whether to obey it."""
         term, leader = message.term, message.leader
         self._on_event(CoordinatorHeardEvent(term, leader, message.lease, message.verify_key))
-        if not self.succession.obeys(term, leader):
+        if not self.election.obeys(term, leader):
             return False
-        self._remember(term=self.succession.term, leader=self.succession.leader)
+        self._remember(term=self.election.term, leader=self.election.leader)
         return True
 
     def on_disconnected(self) -> None:
@@ -107,7 +107,7 @@ class Leadership:
         """The coordinator has sent its state. Known entries of the log stay."""
         known = self._peer.replica.log
         found = decode_replica(data, known)
-        if found.term > self.succession.term:
+        if found.term > self.election.term:
             return  # its heartbeat comes first
         self._peer.replica = replace(found, log=known.merge_log(found.log))
         self._on_event(self._membership())
@@ -127,8 +127,8 @@ class Leadership:
         return user in self._daemon.book.peers
 
     def _on_event(self, event: ElectionEvent) -> None:
-        role, daemon = self.succession.role, self._daemon
-        for decision in self.succession.handle(event, daemon.time()):
+        role, daemon = self.election.role, self._daemon
+        for decision in self.election.handle(event, daemon.time()):
             match decision:
                 case QueryLeaderAction(peer):
                     self._ask(peer)
@@ -149,12 +149,12 @@ class Leadership:
                 case ReportMisbehaviourAction(peer, reason):
                     daemon.world.monitor.misbehaves(daemon, peer, reason)
                 case StartCoordinatorAction() | StepDownAction():
-                    if isinstance(decision, StepDownAction) and self.succession.role == "follower":
-                        daemon.world.monitor.steps_down(daemon, self.succession.leader)
+                    if isinstance(decision, StepDownAction) and self.election.role == "follower":
+                        daemon.world.monitor.steps_down(daemon, self.election.leader)
                     self._deeds.append(decision)
                     self._act()
-        if self.succession.role != role:
-            daemon.world.note(f"{daemon} {self.succession.story[-1]}")
+        if self.election.role != role:
+            daemon.world.note(f"{daemon} {self.election.story[-1]}")
 
     def _remember(self, **changes: Any) -> None:
         self._peer.membership = replace(self._peer.membership, **changes)
@@ -165,7 +165,7 @@ class Leadership:
         """Ask a peer over a new connection, with a timeout."""
         daemon, network = self._daemon, self._daemon.world.network
         pc = daemon.world.pc_of(peer)
-        view = self.succession.build_view(daemon.time())
+        view = self.election.build_view(daemon.time())
         open_ = [True]
 
         def end(event: ElectionEvent) -> None:
@@ -186,14 +186,14 @@ class Leadership:
             liars = daemon.world.liars
             asked = liars.view_of(daemon, other, view)
             other.leadership.on_view(PeerAnsweredEvent(self._peer.id, asked))
-            said: LeaderView = other.leadership.succession.build_view(other.time())
+            said: LeaderView = other.leadership.election.build_view(other.time())
             said = liars.view_of(other, daemon, said)
             if not network.broken(pc, daemon.pc):
                 delay = network.delay(pc, daemon.pc, self._rng)
                 daemon.later(delay, end, PeerAnsweredEvent(peer, said))
 
         delay = 5.0 * network.delay(daemon.pc, pc, self._rng)
-        network.agenda.schedule_at(network.agenda.now + delay, arrive)
+        network.event_queue.schedule_at(network.event_queue.now + delay, arrive)
         daemon.later(ANSWER, end, PeerTimedOutEvent(peer))
 
     # --- leading -----------------------------------------------------------------------------

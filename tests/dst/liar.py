@@ -60,12 +60,12 @@ class Liars:
             if other is not liar and not world.network.broken(liar.pc, other.pc):
                 lie = PeerAnsweredEvent(liar.peer.id, self._lie(liar, other))
                 other.run(other.leadership.on_view, lie)
-        agenda = world.agenda
-        agenda.schedule_at(agenda.now + self._rng.uniform(*_INTERVAL), self._speak)
+        event_queue = world.event_queue
+        event_queue.schedule_at(event_queue.now + self._rng.uniform(*_INTERVAL), self._speak)
 
     def _lie(self, liar: "Daemon", to: "Daemon") -> LeaderView:
         rng, peer = self._rng, liar.peer
-        known = to.leadership.succession
+        known = to.leadership.election
         term = known.term
         agreed = next(one.id for one in self._world.peers if one.pc is self.known[0])
         leader = rng.choice((peer.id, known.leader, agreed, rng.choice(self._world.peers).id))

@@ -41,13 +41,13 @@ class Monitor:
 
     def stopped_leading(self, leader: str) -> None:
         """A coordinator ended."""
-        self._ended_at[leader] = self._world.agenda.now
+        self._ended_at[leader] = self._world.event_queue.now
 
     def steps_down(self, daemon: "Daemon", rival: str) -> None:
         """A leader that others hear makes room only for a rival that leads, or led just before."""
         self.counts["steps_down"] += 1
         views = [
-            one.leadership.succession.build_view(one.time())
+            one.leadership.election.build_view(one.time())
             for one in self._world.daemons.values()
             if one is not daemon and one.pc not in self._world.liars.known
         ]
@@ -58,7 +58,7 @@ class Monitor:
         own = daemon.leadership.coordinator
         if daemon.pc in self._world.liars.known or own is None or own.frozen:
             return  # nobody hears a frozen coordinator
-        if not leads and self._world.agenda.now - ended >= _ENDED_BEFORE:
+        if not leads and self._world.event_queue.now - ended >= _ENDED_BEFORE:
             raise Failure(f"{daemon} makes room for {rival}, which doesn't lead")
 
     def misbehaves(self, daemon: "Daemon", peer: str, reason: str) -> None:

@@ -40,8 +40,8 @@ def nothing(*_: object) -> None:
 class Network:
     """Reachability and delay between PCs, by direction."""
 
-    def __init__(self, agenda: EventQueue, seed: int, rng: Random) -> None:
-        self.agenda = agenda
+    def __init__(self, event_queue: EventQueue, seed: int, rng: Random) -> None:
+        self.event_queue = event_queue
         self.seed = seed
         self.rng = rng
         #: Minimum one-way seconds between two PCs.
@@ -157,7 +157,7 @@ class _Flow:
         closed: Callable[[], None],
     ) -> None:
         self._network = network
-        self._agenda = network.agenda
+        self._event_queue = network.event_queue
         self._source = source
         self._target = process.pc
         self.process = process
@@ -171,17 +171,17 @@ class _Flow:
 
     def send(self, message: Any, payload: Any) -> None:
         self.recent.append((message, payload))
-        self._agenda.schedule_at(self._next(), self._arrive, message, payload)
+        self._event_queue.schedule_at(self._next(), self._arrive, message, payload)
 
     def _next(self) -> float:
-        at = self._agenda.now + self._network.delay(self._source, self._target, self._rng)
+        at = self._event_queue.now + self._network.delay(self._source, self._target, self._rng)
         if at > self._last:
             self._last = at
         return self._last
 
     def after_all(self, action: Callable[..., None], *arguments: Any) -> None:
         """Run once all messages in flight have arrived."""
-        self._agenda.schedule_at(self._next(), action, *arguments)
+        self._event_queue.schedule_at(self._next(), action, *arguments)
 
     def _arrive(self, message: Any, payload: Any) -> None:
         if not self.open:
@@ -195,7 +195,9 @@ class _Flow:
     def healed(self) -> None:
         """The sender's TCP retransmits after a while."""
         if self._held:
-            self._agenda.schedule_at(self._agenda.now + 2.0 * self._rng.random(), self._flush)
+            self._event_queue.schedule_at(
+                self._event_queue.now + 2.0 * self._rng.random(), self._flush
+            )
 
     def _flush(self) -> None:
         if not self.open or self._network.blocked(self._source, self._target):
@@ -244,8 +246,8 @@ class Wire:
         if not self._watched and self._is_broken():
             self._watched = True
             network = self._network
-            network.agenda.schedule_at(
-                network.agenda.now + network.dead_after, self._watched_for_long
+            network.event_queue.schedule_at(
+                network.event_queue.now + network.dead_after, self._watched_for_long
             )
 
     def _is_broken(self) -> bool:
@@ -282,8 +284,8 @@ class Wire:
         if not self._is_broken():
             self.up.after_all(self._server_hears)
         else:
-            self._network.agenda.schedule_at(
-                self._network.agenda.now + self._network.dead_after, self._server_hears
+            self._network.event_queue.schedule_at(
+                self._network.event_queue.now + self._network.dead_after, self._server_hears
             )
 
     def shut_out(self) -> None:
@@ -309,9 +311,9 @@ class Wire:
 
     def process_froze(self, process: Process) -> None:
         if process in (self.client.process, self.server.process):
-            agenda = self._network.agenda
-            agenda.schedule_at(
-                agenda.now + self._network.dead_after, self._frozen_for_long, process
+            event_queue = self._network.event_queue
+            event_queue.schedule_at(
+                event_queue.now + self._network.dead_after, self._frozen_for_long, process
             )
 
     def _frozen_for_long(self, process: Process) -> None:
@@ -322,8 +324,8 @@ class Wire:
         self.client.process.later(seconds, self.client.lost, self)
 
     def _tell_server(self, seconds: float) -> None:
-        agenda = self._network.agenda
-        agenda.schedule_at(agenda.now + seconds, self._server_hears)
+        event_queue = self._network.event_queue
+        event_queue.schedule_at(event_queue.now + seconds, self._server_hears)
 
     def _server_hears(self) -> None:
         """The server can no longer answer on it."""

@@ -14,8 +14,8 @@ class Failure(AssertionError):
 class Pc:
     """A computer: its processes, its clock and its ports."""
 
-    def __init__(self, agenda: EventQueue, name: str, number: int) -> None:
-        self.agenda = agenda
+    def __init__(self, event_queue: EventQueue, name: str, number: int) -> None:
+        self.event_queue = event_queue
         self.name = name
         self.number = number
         #: Monotonic clocks of PCs differ by up to this many seconds.
@@ -38,7 +38,7 @@ class Process:
         self.name = f"{pc.name}/{name}"
         self.alive = True
         self.frozen = False
-        self._agenda = pc.agenda
+        self._event_queue = pc.event_queue
         self._backlog: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
         #: Called once when it has died.
         self.on_death: list[Callable[[], None]] = []
@@ -51,23 +51,23 @@ class Process:
 
     def time(self) -> float:
         """Seconds of this PC's monotonic clock."""
-        return self._agenda.now + self.pc.offset
+        return self._event_queue.now + self.pc.offset
 
     def call_at(self, when: float, callback: Callable[[], object], /) -> ScheduledCallback:
         """See :class:`molink.link.base.Timers`."""
         appointment = ScheduledCallback(callback)
-        self._agenda.schedule_at(when - self.pc.offset, self.run, appointment.run)
+        self._event_queue.schedule_at(when - self.pc.offset, self.run, appointment.run)
         return appointment
 
     def call_soon(self, callback: Callable[[], object], /) -> ScheduledCallback:
         """See :class:`molink.link.base.Timers`."""
         appointment = ScheduledCallback(callback)
-        self._agenda.schedule_soon(self.run, appointment.run)
+        self._event_queue.schedule_soon(self.run, appointment.run)
         return appointment
 
     def later(self, seconds: float, action: Callable[..., object], *arguments: Any) -> None:
         """Call ``action`` after ``seconds``."""
-        self._agenda.schedule_at(self._agenda.now + seconds, self.run, action, *arguments)
+        self._event_queue.schedule_at(self._event_queue.now + seconds, self.run, action, *arguments)
 
     def run(self, action: Callable[..., object], *arguments: Any) -> None:
         """Run ``action`` in this process."""

@@ -21,9 +21,9 @@ BEGINS, JOINS, ENDS = 6.0, 17.0, 25.0
 
 def join(world: World, coordinator: Coordinator, approver: str, name: str) -> Pc:
     """A member in the coordinator's part admits a PC, which starts."""
-    pc = Pc(world.agenda, name, len(world.pcs))
+    pc = Pc(world.event_queue, name, len(world.pcs))
     signer, joiner, disk = peer_of(approver), peer_of(name), coordinator.disk
-    entry = AdmissionEntry(signer.verify_key, joiner.verify_key, name, world.agenda.now)
+    entry = AdmissionEntry(signer.verify_key, joiner.verify_key, name, world.event_queue.now)
     signed = sign_entry(disk.log.swarm, signer.keys.signer, entry)
     coordinator.change_log(disk.log.with_entries([signed]))
     follows = Membership(coordinator.term, coordinator.leader, coordinator.key, coordinator.pc.name)
@@ -38,7 +38,7 @@ def join_both_parts(seed: int) -> World:
     """Split a swarm, have a PC join each part, and let the parts meet."""
     world = World(seed, faults=False)
     world.liars.known = []
-    agenda, network, rng = world.agenda, world.network, Random(seed)
+    event_queue, network, rng = world.event_queue, world.network, Random(seed)
     far = rng.sample(world.pcs, rng.randrange(1, len(world.pcs)))
     near = [pc for pc in world.pcs if pc not in far]
     cut: list[tuple[Pc, Pc]] = []
@@ -56,9 +56,9 @@ def join_both_parts(seed: int) -> World:
             part.append(join(world, leading[leader], rng.choice(part).name, f"new{number}"))
         keep_apart()
 
-    agenda.schedule_at(BEGINS, keep_apart)
-    agenda.schedule_at(JOINS, join_each)
-    agenda.schedule_at(ENDS, lambda: network.heal(cut))
+    event_queue.schedule_at(BEGINS, keep_apart)
+    event_queue.schedule_at(JOINS, join_each)
+    event_queue.schedule_at(ENDS, lambda: network.heal(cut))
     world.faults.until, world.faults.long = ENDS, True
     world.run()
     return world

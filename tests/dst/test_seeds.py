@@ -73,7 +73,7 @@ def test_unread_peer_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
 def lie_until_another_leads(seed: int) -> World:
     """Lies and a one-way cut, then the leader's death; somebody must lead soon."""
     world = World(seed, faults=False)
-    agenda, network, founder = world.agenda, world.network, world.pcs[0]
+    event_queue, network, founder = world.event_queue, world.network, world.pcs[0]
     assert founder not in world.liars.known
     deaf = [(founder, world.pcs[1 + seed % (len(world.pcs) - 1)])]
     died = 12.0
@@ -90,14 +90,14 @@ def lie_until_another_leads(seed: int) -> World:
         assert any(not one.frozen for one in world.coordinators()), "somebody leads"
         world.liars.stop()
 
-    agenda.schedule_at(2.0, world.liars.start)
-    agenda.schedule_at(3.0, network.cut, deaf)
+    event_queue.schedule_at(2.0, world.liars.start)
+    event_queue.schedule_at(3.0, network.cut, deaf)
     for step in range(4, 24):
-        agenda.schedule_at(step / 2, check_leader)
-    agenda.schedule_at(died, end_founder)
+        event_queue.schedule_at(step / 2, check_leader)
+    event_queue.schedule_at(died, end_founder)
     # Besides: the loss is seen after the leader's timeout, and a coordinator needs time to start.
     until = died + LEADER_TIMEOUT + ELECTION_BOUND + 1.0
-    agenda.schedule_at(until, check_successor)
+    event_queue.schedule_at(until, check_successor)
     world.faults.until, world.faults.long = until, True
     world.run()
     return world

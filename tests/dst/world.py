@@ -97,8 +97,8 @@ class World:
         """
         self.seed = seed
         self.rng = rng = Random(seed)
-        self.agenda = EventQueue()
-        self.network = Network(self.agenda, seed, rng)
+        self.event_queue = EventQueue()
+        self.network = Network(self.event_queue, seed, rng)
         self.monitor = Monitor(self)
         self.story: deque[str] = deque(maxlen=100_000 if verbose else 40)
         self._trace = 0
@@ -109,7 +109,7 @@ class World:
         drafts = (0, 3, 0, 1)[seed % 4]
         self.mode = replace(_mode(rng), num_speculative_tokens=drafts, lookahead=6 * (drafts == 1))
         self.context = 64
-        self.pcs = [Pc(self.agenda, f"pc{i}", i) for i in range(self.layers + 1)]
+        self.pcs = [Pc(self.event_queue, f"pc{i}", i) for i in range(self.layers + 1)]
         self.network.pcs = {pc.name: pc for pc in self.pcs}
         self.min_peers = rng.choice((1, self.layers))
         self.models = {"toy": self.layers}
@@ -129,7 +129,7 @@ class World:
             self.start_daemon(pc)
         self.clients = [self._client(number) for number in range(REQUESTS)]
         for client in self.clients:
-            self.agenda.schedule_at(client.at, self._ask, client)
+            self.event_queue.schedule_at(client.at, self._ask, client)
         self.faults = Faults(self, rng, late=late, others=faults)
 
     # --- processes -----------------------------------------------------------------------------
@@ -176,7 +176,9 @@ class World:
     def boot(self, pc: Pc) -> None:
         """Restore a PC's power."""
         pc.up = True
-        self.agenda.schedule_at(self.agenda.now + self.rng.uniform(0.2, 1.0), self.start_daemon, pc)
+        self.event_queue.schedule_at(
+            self.event_queue.now + self.rng.uniform(0.2, 1.0), self.start_daemon, pc
+        )
 
     # --- setup -----------------------------------------------------------------------------------
 
@@ -249,7 +251,7 @@ class World:
     def _ask(self, client: Client) -> None:
         daemons = [self.daemons[pc] for pc in self.pcs if pc in self.daemons]
         if not daemons:
-            self.agenda.schedule_at(self.agenda.now + 1.0, self._ask, client)
+            self.event_queue.schedule_at(self.event_queue.now + 1.0, self._ask, client)
             return
         client.daemon = self.rng.choice(daemons)
         client.daemon.run(self._on_ask_due, client)
@@ -331,7 +333,7 @@ class World:
         time = 0.0
         while not (self._is_finished and time >= self.faults.until):
             time += _CHECK_INTERVAL
-            self.agenda.run(time)
+            self.event_queue.run(time)
             self._check(time)
             if time > self.faults.until + _END_WITHIN:
                 late = [client.number for client in self.clients if not client.end]
@@ -339,7 +341,7 @@ class World:
         deadline = time + _SETTLE_WITHIN
         while why := self._unsettled():
             time += _CHECK_INTERVAL
-            self.agenda.run(time)
+            self.event_queue.run(time)
             self._check(time)
             if time > deadline:
                 raise Failure(f"not well again {_SETTLE_WITHIN:g} s after the last fault: {why}")
@@ -425,7 +427,7 @@ class World:
 
     def note(self, text: str) -> None:
         """Append to the story."""
-        line = f"{self.agenda.now:9.4f} {text}"
+        line = f"{self.event_queue.now:9.4f} {text}"
         self._trace = hash((self._trace, *line.encode()))
         self.story.append(line)
 

@@ -68,7 +68,7 @@ class Flood:
 
 
 async def ask(port: int, who: str, prompt: str, tokens: int) -> tuple[int, str]:
-    """Status and text, by a connection of its own that is closed whatever happens."""
+    """Status and text, by a connection of its own that is always closed."""
     body = json.dumps(
         {"model": MODEL, "prompt": prompt, "temperature": 0, "max_tokens": tokens}
         | {"ignore_eos": True}

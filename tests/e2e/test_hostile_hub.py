@@ -10,7 +10,7 @@ from tests.support.fake_hub import REPOSITORY, FakeHub, serving
 from tests.support.models import write_plain_model
 from tests.support.processes import Tools
 
-#: From the folders of blobs and of a snapshot to the folder with the victims.
+#: From the folders of blobs and of a snapshot to the folder with the targets.
 FROM_BLOBS, FROM_SNAPSHOT = "../../..", "../../../.."
 WEIGHTS = "model-00001-of-00002.safetensors"
 TOKENIZER = "tokenizer_config.json"
@@ -53,7 +53,7 @@ def outside(tmp_path: Path) -> Path:
     """A folder of the user with the hub's cache and other files."""
     folder = tmp_path / "user"
     folder.mkdir()
-    for name in ("victim", "victim.json", "victim.safetensors"):
+    for name in ("target", "target.json", "target.safetensors"):
         (folder / name).write_bytes(name.encode() * 100)
     return folder
 
@@ -82,14 +82,14 @@ def pull(tmp_path: Path, tools: type[Tools]) -> subprocess.CompletedProcess[str]
 @pytest.mark.parametrize(
     "lie",
     [
-        has_hash(f"{FROM_BLOBS}/victim"),
-        has_hash("{outside}/victim"),
-        has_hash("C:\\victim"),
-        has_name(f"sub/../{FROM_SNAPSHOT}/victim.json", TOKENIZER, size=9**6, **LARGE),
-        has_name(f"{FROM_SNAPSHOT}/victim.json", TOKENIZER, size=9**6, **LARGE),
-        has_name("{outside}/victim.json", TOKENIZER, size=9**6, **LARGE),
-        has_name("..\\..\\..\\..\\victim.json", TOKENIZER),
-        has_name("config.json:victim.json", TOKENIZER),
+        has_hash(f"{FROM_BLOBS}/target"),
+        has_hash("{outside}/target"),
+        has_hash("C:\\target"),
+        has_name(f"sub/../{FROM_SNAPSHOT}/target.json", TOKENIZER, size=9**6, **LARGE),
+        has_name(f"{FROM_SNAPSHOT}/target.json", TOKENIZER, size=9**6, **LARGE),
+        has_name("{outside}/target.json", TOKENIZER, size=9**6, **LARGE),
+        has_name("..\\..\\..\\..\\target.json", TOKENIZER),
+        has_name("config.json:target.json", TOKENIZER),
         has_name("sub/NUL.json", TOKENIZER),
         has_name("\x1b[2Jconfig.json", TOKENIZER),
         has_blob_id,

@@ -68,7 +68,7 @@ POLL_S = 0.12
 TAKEOVER_S = 20.0
 #: Rounds by which one branch may raise a term.
 MAX_ROUNDS = 64
-#: The branch may raise it once more per minute; these tests take so many minutes.
+#: The branch may raise it once more per minute; these tests take up to this number.
 MINUTES = 5
 #: Clears the screen, sets the window's title, and moves the cursor.
 ESCAPES = "\x1b[2J\x1b]0;gone\x07\x1b[1A"

@@ -71,7 +71,7 @@ def test_who_is_swapped_gets_the_same_text(first: Process, tools: type[Tools]) -
     assert counted("host_blocks_used") == 0
 
 
-def victim(status: dict[str, Any], what: str, asked: str) -> psutil.Process:
+def find_process(status: dict[str, Any], what: str, asked: str) -> psutil.Process:
     """The worker of a stage, or the daemon of the PC that isn't ``asked``."""
     first, second = (stage["peer"] for stage in status["pipelines"][0]["stages"])
     peers = {peer["id"]: peer for peer in status["peers"]}
@@ -100,7 +100,7 @@ def test_who_is_swapped_when_a_process_is_killed_gets_the_same_text(
         model = client.models.list().data[0].id
         alone = [ask(client, model, number) for number in range(REQUESTS)]
         for what in ("worker of the second stage", "worker of the first stage", "daemon"):
-            process = victim(first.wait_ready(), what, endpoint)
+            process = find_process(first.wait_ready(), what, endpoint)
             together = [pool.submit(ask, client, model, number) for number in range(REQUESTS)]
             tools.wait_for(lambda: head("swapped") > [0], first, every=0.02)
             process.kill()

@@ -39,14 +39,14 @@ class FakeServer:
     def __init__(self) -> None:
         self.sent: list[tuple[bytes, Any]] = []
         self.lost: set[bytes] = set()
-        self.offences: list[tuple[str, str]] = []
+        self.violations: list[tuple[str, str]] = []
 
     def send(self, identity: bytes, message: Any, payload: Any = None) -> bool:
         self.sent.append((identity, message))
         return identity not in self.lost
 
     def report_misbehaviour(self, peer_id: str, reason: str) -> None:
-        self.offences.append((peer_id, reason))
+        self.violations.append((peer_id, reason))
 
 
 class Bench:
@@ -119,7 +119,7 @@ def test_late_hello_of_an_older_connection_is_ignored(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "user", "offences"),
+    ("fields", "user", "violations"),
     [
         ({"pipeline": "q"}, "previous", 0),
         ({"epoch": 6}, "previous", 0),
@@ -130,7 +130,7 @@ def test_late_hello_of_an_older_connection_is_ignored(bench: Bench) -> None:
     ],
 )
 def test_only_the_previous_stage_may_send(
-    bench: Bench, fields: dict[str, Any], user: str, offences: int
+    bench: Bench, fields: dict[str, Any], user: str, violations: int
 ) -> None:
     sender = Sender(b"\0one", user)
     bench.hello(sender, **fields)
@@ -139,7 +139,7 @@ def test_only_the_previous_stage_may_send(
     assert bench.server.sent == []
     assert bench.arrivals == []
     assert (bench.link.stats.foreign_hellos, bench.link.stats.unbound_messages) == (1, 2)
-    assert len(bench.server.offences) == offences
+    assert len(bench.server.violations) == violations
 
 
 def test_acknowledgements_are_delayed(bench: Bench) -> None:
@@ -174,8 +174,8 @@ def test_invalid_frames_are_reported_as_misbehaviour(bench: Bench) -> None:
     bench.frame(0, body=fragment, data=memoryview(bytes(8)))
     bench.frame(0, channel=Channel.BULK)
     bench.frame(1, body=Release(1, 1, 0))
-    assert [user for user, _ in bench.server.offences] == ["previous", "previous"]
-    assert "never started" in bench.server.offences[0][1]
+    assert [user for user, _ in bench.server.violations] == ["previous", "previous"]
+    assert "never started" in bench.server.violations[0][1]
     assert len(bench.arrivals) == 1
 
 

@@ -137,7 +137,7 @@ def test_swapped_blocks_come_back(dtype: torch.dtype, page: int, head_dim: int) 
     host.copy_out((0,), (2,))
     pool.block_view(0).fill_(-1)
     host.copy_in((4,), (2,))
-    # A block that was copied in can be copied out again, whatever its padding holds.
+    # A block that was copied in can be copied out again, regardless of its padding.
     host.copy_out((4,), (1,))
     host.copy_in((0,), (1,))
     for layer in range(LAYERS):

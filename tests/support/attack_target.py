@@ -47,7 +47,7 @@ async def _main(role: str, *rest: str) -> None:
             net.client(control_codec(), honest, int(rest[0]), server_key=rest[1])
         print(json.dumps(told), flush=True)
         await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
-    net.gatekeeper.close()
+    net.authenticator.close()
     net.context.term()
 
 

@@ -38,7 +38,7 @@ _NAMES = {
     # Whose factors, which the converter multiplies weights by, must be 1.
     "falcon_h1": "falcon-h1",
 }
-#: Granite's stacks of experts, which the converter cuts, and what GGUF's names say of Mixtral's.
+#: Granite's stacks of experts, which the converter cuts, and GGUF's names of Mixtral's.
 _CUT = {"input_linear": ("w1", "w3"), "output_linear": ("w2",)}
 #: Stacks of experts of gpt-oss, whose rows alternate between projections, and of Llama 4, where
 #: these follow each other.

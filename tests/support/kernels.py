@@ -33,7 +33,7 @@ def require(features: Collection[str], threads: int) -> OpenMp | None:
 def check_segments(multiply: BlockMatMul | IntegerBlockMatMul, weight: Tensor, depth: int) -> None:
     """Whether segments give what products of their rows and weights do, to the bit.
 
-    ``weight`` is packed, ``[columns / C, bytes]``; its parts are so many weights.
+    ``weight`` is packed, ``[columns / C, bytes]``; a segment multiplies ``depth`` columns.
     """
     biases = [torch.randn(multiply.columns) for _ in weight]
     weights = [part.unsqueeze(0).clone() for part in weight]

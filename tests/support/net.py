@@ -29,8 +29,8 @@ class Net:
     def __init__(self, stack: AsyncExitStack) -> None:
         self._stack = stack
         self.context = zmq.asyncio.Context()
-        self.gatekeeper = ZapAuthenticator(self.context)
-        self.gatekeeper.start()
+        self.authenticator = ZapAuthenticator(self.context)
+        self.authenticator.start()
         self.keys = KeyPair.generate()
         self.until: Callable[..., Awaitable[None]] = until
         #: Close something after the test, before the context.
@@ -39,12 +39,12 @@ class Net:
     def member(self, peer_id: str | None = None) -> KeyPair:
         """The keys of a new member."""
         keys = KeyPair.generate()
-        self.gatekeeper.allow_peer(keys.public, peer_id)
+        self.authenticator.allow_peer(keys.public, peer_id)
         return keys
 
     def server(self, codec: Codec[Any], handler: Handler[Any], **options: Any) -> Server[Any]:
         """A server, listening on any port."""
-        server = Server(self.context, self.keys, codec, self.gatekeeper, handler, **options)
+        server = Server(self.context, self.keys, codec, self.authenticator, handler, **options)
         self._stack.push_async_callback(server.close)
         server.bind("127.0.0.1", (0, 1))
         return server

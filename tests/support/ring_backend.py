@@ -28,7 +28,7 @@ class Computes:
     """Runs each step at once; it ends later."""
 
     def __init__(self, queue: EventQueue, stage: Stage, requests: RequestTable) -> None:
-        self._agenda, self._stage, self._requests = queue, stage, requests
+        self._event_queue, self._stage, self._requests = queue, stage, requests
 
     async def fetch_status(self) -> bytes:
         return b"{}"
@@ -37,7 +37,9 @@ class Computes:
         self, segments: Sequence[StepInput], done: Callable[[StepResult], None]
     ) -> None:
         results = run_step(self._stage, self._requests, segments)
-        self._agenda.schedule_at(self._agenda.now + 0.001, done, StepResult(results, 0.001, None))
+        self._event_queue.schedule_at(
+            self._event_queue.now + 0.001, done, StepResult(results, 0.001, None)
+        )
 
 
 class RingBackend:

@@ -64,7 +64,7 @@ class DecodeGraphs:
     def __init__(self, layers: LayerPass, plan: GraphPlan, captures: GraphCapturer) -> None:
         assert layers.pool.padding_block is not None, "graphs need a pool with a padding block"
         self._layers, self._pool, self._device = layers, layers.pool, layers.device
-        self._spare = layers.pool.padding_block
+        self._padding_block = layers.pool.padding_block
         self._plan, self._capturer = plan, captures
         self._graphs: dict[GraphBucket, _CapturedGraph] = {}
         #: Graphs that are not faster. They stay alive, since destroying one (torch 2.13) frees
@@ -132,7 +132,7 @@ class DecodeGraphs:
         size = self._pool.block_size
         offsets = [size - 1 - row % size for row in range(bucket.rows)]
         blocks = self._plan.typical_blocks(bucket)
-        before, table = (blocks - 1) * size, (self._spare,) * blocks
+        before, table = (blocks - 1) * size, (self._padding_block,) * blocks
         sequences = tuple(SequenceRows(before + offset, 1, table) for offset in offsets)
         layers, config = self._layers, self._layers.decoder.config
         noise = torch.randn(size, config.hidden_size, generator=torch.Generator().manual_seed(0))
@@ -145,7 +145,7 @@ class DecodeGraphs:
         return LocatedRows(
             batch,
             array("q", (before + offset for offset in offsets)),
-            array("q", (self._spare * size + offset for offset in offsets)),
+            array("q", (self._padding_block * size + offset for offset in offsets)),
         )
 
     def _replay_graph(self, graph: _CapturedGraph, step: LocatedRows) -> StageOutput:
@@ -279,7 +279,7 @@ class DecodeGraphs:
         sequences = split_rows(batch.sequences)
         parts: list[array[int] | memoryview] = []
         zeros = (0,) * missing
-        numbers = step.slots + array("q", (self._spare * self._pool.block_size,)) * missing
+        numbers = step.slots + array("q", (self._padding_block * self._pool.block_size,)) * missing
         if batch.tokens is not None and self._layers.is_first:
             numbers.extend(batch.tokens.tolist())
             numbers.extend(zeros)
@@ -289,7 +289,7 @@ class DecodeGraphs:
             numbers.extend(table.row_indices(step.positions, sequences))
             numbers.extend(zeros)
         numbers.extend((0,) * (len(numbers) % (_ALIGNMENT // 8)))
-        padding = [SequenceRows(0, 1, (self._spare,))] * missing
+        padding = [SequenceRows(0, 1, (self._padding_block,))] * missing
         tables = graph.attention.pack_tables([*sequences, *padding])
         self._staging.upload(graph.numbers, (*parts, numbers, tables))
 

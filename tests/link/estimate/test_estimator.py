@@ -44,7 +44,7 @@ class Path:
 
 
 @dataclass
-class _InLane:
+class _InChannel:
     waiting: list[tuple[int, float]] = field(default_factory=list)
     last: float = 0.0
     back: float = 0.0
@@ -63,7 +63,7 @@ class Pipe:
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._count = count()
         self._queue: deque[tuple[int, Callable[[], None], Channel]] = deque()
-        self._channels = {channel: _InLane() for channel in Channel}
+        self._channels = {channel: _InChannel() for channel in Channel}
         #: Called after every acknowledgement: what sends when there is room.
         self.refill: Callable[[], None] = lambda: None
 

@@ -16,7 +16,7 @@ async def test_a_blocked_loop_is_late() -> None:
     delay = LoopDelaySampler(found.put_nowait, lambda: found.qsize() < 2)
     delay.start_sampling()
     delay.start_sampling()
-    time.sleep(SAMPLE_INTERVAL_S + 0.05)  # noqa: ASYNC251 - what is to be noticed
+    time.sleep(SAMPLE_INTERVAL_S + 0.05)  # noqa: ASYNC251 - the delay that it measures
     assert await found.get() >= 0.05
     assert await found.get() >= 0
 

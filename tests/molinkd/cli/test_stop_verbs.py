@@ -64,7 +64,7 @@ def test_leaving_does_not_orphan_the_swarm(home: Home, capsys: pytest.CaptureFix
     assert "attic can't be told" in error
     assert "molink up --background" in error
     assert "--yes" in error
-    assert error.count("--home") == 1, "as it is to be typed"
+    assert error.count("--home") == 1, "the option that the user gave"
     assert home.membership.exists()
     assert home.coordinator.exists()
     # Leaving also works on a PC where molink can no longer start.

@@ -936,9 +936,9 @@ def asked_for(kit: Kit, *names: str, **changes: Any) -> bytes:
     return msgspec.msgpack.encode(DesiredModels(models=tuple(models)))
 
 
-async def apply(peer: Peer, wishes: bytes, *, dry: bool = False) -> list[str]:
-    message = ApplyModels(ref=0, payload=Payload("u8", (len(wishes),)), dry_run=dry)
-    _, text = await peer.client.send_request(message, wishes, timeout=30)
+async def apply(peer: Peer, desired: bytes, *, dry: bool = False) -> list[str]:
+    message = ApplyModels(ref=0, payload=Payload("u8", (len(desired),)), dry_run=dry)
+    _, text = await peer.client.send_request(message, desired, timeout=30)
     return bytes(text).decode().splitlines()
 
 

@@ -277,7 +277,7 @@ async def test_a_guest_is_only_redirected_to_the_coordinator(
 ) -> None:
     server, _ = start(net, library, "me")
     keys = KeyPair.generate()
-    net.gatekeeper.allow_peer(keys.public, "invite:1")
+    net.authenticator.allow_peer(keys.public, "invite:1")
     guest = net.client(control_codec(), keys, server.port)
     wish = JoinRequest(ref=0, public_key=keys.public, name="x", version="1", protocol=PROTOCOL)
     reply, _ = await guest.send_request(wish)

@@ -85,7 +85,7 @@ class Scene:
             home=Home(folder).create_folders(),
             keys=keys,
             context=net.context,
-            authenticator=net.gatekeeper,
+            authenticator=net.authenticator,
             server=self.control,
             repository=ModelRepository(),
             banned_peers=BannedPeers(),
@@ -244,12 +244,12 @@ async def test_revoking_leaves_time_for_the_reply(scene: Scene, net: Net) -> Non
     peer, key = OTHER.peer, OTHER.keys.public
     member = PeerInfo(peer=peer, name="tv", public_key=key, addresses=(), control_port=0)
     scene.introduce(OTHER, member)
-    await net.until(lambda: net.gatekeeper.is_allowed(peer))
+    await net.until(lambda: net.authenticator.is_allowed(peer))
     reply, _ = await scene.node.forward_request(RevokeRequest(ref=0, target=peer))
     assert isinstance(reply, RevokeReply)
     assert scene.members.standing(OTHER) == ["revoked"]
     scene.coordinator.send(scene.identity, PeerRemoved(peer=peer))
-    await net.until(lambda: not net.gatekeeper.is_allowed(peer))
+    await net.until(lambda: not net.authenticator.is_allowed(peer))
     assert scene.control.counters.rebuilds == 0
     await net.until(lambda: scene.control.counters.rebuilds == 1)
 
@@ -409,7 +409,7 @@ def serve_files(
         net.context,
         keys,
         control_codec(),
-        net.gatekeeper,
+        net.authenticator,
         service.handle_message,
         permits=service.is_permitted,
     )

@@ -27,9 +27,9 @@ from molinkd.worker.stage_runtime import StageConnector
 HIDDEN = 256
 
 
-def volume(tick: int, rows: int, prefill: bool) -> tuple[Volume, bytes]:
-    header = Volume(tick, prefill, (RequestSlice(1, 0, rows, 0),), Payload("bf16", (rows, HIDDEN)))
-    return header, np.random.default_rng(tick).bytes(rows * HIDDEN * 2)
+def volume(seq: int, rows: int, prefill: bool) -> tuple[Volume, bytes]:
+    header = Volume(seq, prefill, (RequestSlice(1, 0, rows, 0),), Payload("bf16", (rows, HIDDEN)))
+    return header, np.random.default_rng(seq).bytes(rows * HIDDEN * 2)
 
 
 class Pair:
@@ -74,7 +74,7 @@ class Pair:
         port = self.server.port
         await self.server.close()
         net = self.net
-        self.server = Server(net.context, net.keys, data_codec(), net.gatekeeper, self.handle)
+        self.server = Server(net.context, net.keys, data_codec(), net.authenticator, self.handle)
         for _ in range(1000):
             try:
                 self.server.bind("127.0.0.1", (port, port + 1))
@@ -97,8 +97,8 @@ async def test_a_link_survives_broken_connections(net: Any) -> None:
     sent: list[tuple[Any, bytes | None]] = []
     for turn in range(3):
         for step in range(12):
-            tick = turn * 100 + step
-            header, data = volume(tick, 700 if step % 3 else 3, prefill=step % 3 > 0)
+            seq = turn * 100 + step
+            header, data = volume(seq, 700 if step % 3 else 3, prefill=step % 3 > 0)
             sent.append((header, data))
             pair.outgoing.send_volume(header, data)
             if step == 6 and turn:
@@ -106,8 +106,8 @@ async def test_a_link_survives_broken_connections(net: Any) -> None:
         sent.append((Tombstone(turn * 100 + 50), None))
         pair.outgoing.send_control(Tombstone(turn * 100 + 50))
         await net.until(lambda: len(pair.arrivals) == len(sent))
-    by_tick = sorted(pair.arrivals, key=lambda arrival: arrival.body.seq)  # type: ignore[union-attr]
-    for arrival, (body, data) in zip(by_tick, sent, strict=True):
+    by_seq = sorted(pair.arrivals, key=lambda arrival: arrival.body.seq)  # type: ignore[union-attr]
+    for arrival, (body, data) in zip(by_seq, sent, strict=True):
         assert arrival.body == body
         assert arrival.payload == data
     await net.until(lambda: not pair.outgoing.stats.unacknowledged_bytes)
@@ -120,13 +120,13 @@ async def test_a_link_survives_its_clients_reconnects(net: Any) -> None:
     pair = Pair(net)
     pair.outgoing.start()
     await net.until(lambda: pair.outgoing.stats.rtt > 0)
-    sent = {tick: volume(tick, 700, prefill=tick % 3 > 0) for tick in range(30)}
-    for tick, (header, data) in sent.items():
+    sent = {seq: volume(seq, 700, prefill=seq % 3 > 0) for seq in range(30)}
+    for seq, (header, data) in sent.items():
         pair.outgoing.send_volume(header, data)
-        if tick % 10 == 5:
+        if seq % 10 == 5:
             for client in pair.dialer.clients:
                 client.reconnect_now()
-            await net.until(lambda tick=tick: len(pair.arrivals) > tick)
+            await net.until(lambda seq=seq: len(pair.arrivals) > seq)
     await net.until(lambda: len(pair.arrivals) == len(sent))
     for arrival in pair.arrivals:
         assert isinstance(arrival.body, Volume)
@@ -141,18 +141,18 @@ async def test_volumes_in_fragments_over_broken_connections(net: Any, policy: st
     """Connections break between a volume's fragments; rows are sent as they are computed."""
     pair = Pair(net, policy, cut_through=True)
     pair.outgoing.start()
-    sent = {tick: volume(tick, 2000, prefill=tick % 3 > 0) for tick in range(6)}
+    sent = {seq: volume(seq, 2000, prefill=seq % 3 > 0) for seq in range(6)}
     row = HIDDEN * 2
     for header, data in sent.values():
         pair.outgoing.send_volume(header, memoryview(data)[: 500 * row])
     await net.until(lambda: rows_of(pair, 1) == 500)
     for first in (500, 1000, 1500):
-        for tick, (_, data) in sent.items():
-            pair.outgoing.send_more_rows(tick, memoryview(data)[first * row : (first + 500) * row])
-            if tick == 2:
+        for seq, (_, data) in sent.items():
+            pair.outgoing.send_more_rows(seq, memoryview(data)[first * row : (first + 500) * row])
+            if seq == 2:
                 await pair.restart()
         await net.until(lambda first=first: rows_of(pair, 5) == first + 500)
-    await net.until(lambda: all(rows_of(pair, tick) == 2000 for tick in sent))
+    await net.until(lambda: all(rows_of(pair, seq) == 2000 for seq in sent))
     begun = [arrival for arrival in pair.arrivals if isinstance(arrival.body, Volume)]
     assert len(begun) == len(sent)
     for arrival in begun:
@@ -167,13 +167,13 @@ async def test_a_recorded_run_decides_the_same_again(net: Any, policy: str) -> N
     lines: list[bytes] = []
     pair = Pair(net, RecordingPolicy(create_policy(policy), lines.append))
     pair.outgoing.start()
-    sent = {tick: volume(tick, 1000, prefill=tick % 2 > 0) for tick in range(12)}
-    for tick, (header, data) in sent.items():
+    sent = {seq: volume(seq, 1000, prefill=seq % 2 > 0) for seq in range(12)}
+    for seq, (header, data) in sent.items():
         pair.outgoing.handle_event(DecodeStartedEvent(4, 0.001))
         pair.outgoing.send_volume(header, memoryview(data)[: 2 * HIDDEN])
-        pair.outgoing.handle_event(DecodeFinishedEvent(4, 0.002 if tick % 3 else None))
-        pair.outgoing.send_more_rows(tick, memoryview(data)[2 * HIDDEN :])
-        if tick == 7:
+        pair.outgoing.handle_event(DecodeFinishedEvent(4, 0.002 if seq % 3 else None))
+        pair.outgoing.send_more_rows(seq, memoryview(data)[2 * HIDDEN :])
+        if seq == 7:
             await net.until(lambda: pair.arrivals)
             await pair.restart()
     await net.until(lambda: len(pair.arrivals) == len(sent))
@@ -190,14 +190,14 @@ async def test_a_recorded_run_decides_the_same_again(net: Any, policy: str) -> N
     assert sum(b'"send"' in line for line in lines) >= len(sent)
 
 
-def rows_of(pair: Pair, tick: int) -> int:
+def rows_of(pair: Pair, seq: int) -> int:
     """The number of rows of a volume that have been reported."""
     bodies = (Volume, VolumeFragment)
     return max(
         (
             arrival.rows
             for arrival in pair.arrivals
-            if isinstance(arrival.body, bodies) and arrival.body.seq == tick
+            if isinstance(arrival.body, bodies) and arrival.body.seq == seq
         ),
         default=0,
     )

@@ -51,7 +51,7 @@ class Workers:
             max_model_len=config.max_model_len,
             short_context=config.short_context,
         )
-        self.head = Scheduler(limits, 1)
+        self.scheduler = Scheduler(limits, 1)
         bounds = (0, 1), (1, config.layers)
         self._stages = [Stage.load_layers(opened, layers, "cpu", "f32") for layers in bounds]
         self._tables = [RequestTable() for _ in self._stages]
@@ -68,15 +68,15 @@ class Workers:
             request = make_state(
                 "d", str(number), prompt, len(prompt), count, GREEDY, credit_window=32
             )
-            self.head.submit_request(request, 0.0)
+            self.scheduler.submit_request(request, 0.0)
         told = self._run()
-        self.head.cancel_peer("d", 0.0)
+        self.scheduler.cancel_peer("d", 0.0)
         told += self._run()
         return [[one for one in told if one.key == str(key)] for key in range(len(asked))]
 
     def _run(self) -> list[OutputToken]:
         told: list[OutputToken] = []
-        while (batch := self.head.next_batch(0.0)) is not None:
+        while (batch := self.scheduler.next_batch(0.0)) is not None:
             for control in batch.controls:
                 for table in self._tables:
                     match control.body:
@@ -92,14 +92,14 @@ class Workers:
                     results = run_step(stage, table, step_inputs)
                     step_inputs = [StepInput(result.volume, result.rows) for result in results]
                 assert results[0].sampled is not None
-                emissions = self.head.on_sampled(results[0].sampled, {}, 0.0)
+                emissions = self.scheduler.on_sampled(results[0].sampled, {}, 0.0)
                 told += [
                     each.message for each in emissions if isinstance(each.message, OutputToken)
                 ]
             for control in batch.controls:
                 if isinstance(control.body, Release):
-                    self.head.on_released(control.body.seq, 0.0)
-            self.head.validate()
+                    self.scheduler.on_released(control.body.seq, 0.0)
+            self.scheduler.validate()
         return told
 
 

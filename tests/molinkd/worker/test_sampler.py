@@ -61,7 +61,7 @@ class Tail:
         self.logits: list[int] = []
         self._compute_step = self.stage.compute_step
         self.stage.compute_step = self.spy  # type: ignore[method-assign]
-        self.tick = 1
+        self.seq = 1
         self.last: Sequence[StepOutput] = ()
 
     def spy(self, batch: StageInput, between_layers: object = None) -> StageOutput:
@@ -69,11 +69,11 @@ class Tail:
         return self._compute_step(batch)
 
     def step(self, tokens: Sequence[int], start: int, drafts: Sequence[int] = ()) -> SamplerOutput:
-        self.tick += 1
+        self.seq += 1
         blocks = () if start else tuple(range(16))
         count = len(tokens) + len(drafts)
-        rows = RequestSlice(0, start, count, self.tick - 1, blocks, True, -1, tuple(drafts))
-        header = Volume(self.tick, start == 0, (rows,), Payload("i32", (count,)))
+        rows = RequestSlice(0, start, count, self.seq - 1, blocks, True, -1, tuple(drafts))
+        header = Volume(self.seq, start == 0, (rows,), Payload("i32", (count,)))
         self.last = run_step(self.stage, self.requests, [StepInput(header, [*tokens, *drafts])])
         (result,) = self.last
         assert result.sampled is not None

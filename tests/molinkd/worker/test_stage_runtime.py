@@ -138,10 +138,10 @@ async def test_only_keys_that_do_not_depend_on_their_request_are_shared(
             )
             batch = scheduler.next_batch(0.0)
             assert batch is not None
-            tick = batch.volumes[0].header.seq
+            seq = batch.volumes[0].header.seq
             rows = batch.volumes[0].header.slices[0]
             (emission,) = scheduler.on_sampled(
-                SamplerOutput(tick, (SampledId(rows.request, 9, 1),)), {}, 0.0
+                SamplerOutput(seq, (SampledId(rows.request, 9, 1),)), {}, 0.0
             )
             found.append(getattr(emission.message, "cached_tokens", None))
         assert found == [0, cached]

@@ -38,9 +38,9 @@ def table(*requests: int, sampling: SamplingParams = GREEDY, reach: int = 0) -> 
     return made
 
 
-def volume(tick: int, *groups: RequestSlice, prefill: bool = True) -> Volume:
+def volume(seq: int, *groups: RequestSlice, prefill: bool = True) -> Volume:
     count = sum(each.count for each in groups)
-    return Volume(tick, prefill, groups, Payload("i32", (count,)))
+    return Volume(seq, prefill, groups, Payload("i32", (count,)))
 
 
 def two_requests() -> list[StepInput]:

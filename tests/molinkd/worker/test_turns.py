@@ -34,13 +34,13 @@ class Turns:
     stages: Sequence[Stage]
     tables: Sequence[RequestTable]
     prompts: Sequence[Sequence[int]]
-    tick: int = 0
+    seq: int = 0
 
     def run(
         self, requests: Sequence[int], *, whole: bool = False
     ) -> tuple[torch.Tensor, list[int]]:
         """Compute each last token, or all; returns the rows between the stages and the tokens."""
-        self.tick += 1
+        self.seq += 1
         groups, tokens = [], list[int]()
         for request in requests:
             ids = self.prompts[request]
@@ -49,7 +49,7 @@ class Turns:
             blocks = tuple(range(request * 16, request * 16 + count))
             groups.append(RequestSlice(request, start, len(ids) - start, 0, blocks, sample=True))
             tokens += ids[start:]
-        header = Volume(self.tick, whole, tuple(groups), Payload("i32", (len(tokens),)))
+        header = Volume(self.seq, whole, tuple(groups), Payload("i32", (len(tokens),)))
         (first,) = run_step(self.stages[0], self.tables[0], [StepInput(header, tokens)])
         (last,) = run_step(self.stages[1], self.tables[1], [StepInput(header, first.rows)])
         assert first.rows is not None

@@ -91,7 +91,7 @@ def compare(
     atol: float = 1e-5,
     consecutive: bool = False,
 ) -> None:
-    """Compare all layers with the dense reference; whatever else is read would give NaN."""
+    """Compare all layers with the dense reference; all other positions hold NaN."""
     generator = torch.Generator().manual_seed(seed)
     needed = [-(-(before + count) // block_size) for before, count in requests]
     blocks = sum(needed) + 3

@@ -682,7 +682,7 @@ def test_cuda_graphs_give_what_eager_steps_give(
     monkeypatch.setattr(Stage, "_may_have_graphs", False)
 
     class Always(CudaGraphCapturer):
-        """Accepts a graph whatever its time, since it is compared for correctness."""
+        """Accepts a graph regardless of its time, since it is compared for correctness."""
 
         turn = 0
 

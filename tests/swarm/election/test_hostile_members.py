@@ -492,7 +492,7 @@ def test_a_lying_branch_neither_unseats_a_leader_nor_stops_an_election(seed: int
 
 
 def test_all_pcs_that_joined_by_one_invitation_still_elect() -> None:
-    """Their votes for each other don't count, so the order of succession decides."""
+    """Their votes for each other don't count, so the order of the members decides."""
     network = Postman(5, 5)
     chance = random.Random(7)
     same = MembershipChangedEvent(network.order, (0, 1), dict.fromkeys(network.order[1:], "one"))

@@ -33,7 +33,7 @@ async def test_unknown_key_differs_from_wrong_server(net: Any) -> None:
     with pytest.raises(Unavailable, match="another key"):
         await fooled.wait_connected(0.5)
     assert server.counters.unauthenticated >= 2
-    assert net.gatekeeper.refused >= 1
+    assert net.authenticator.refused >= 1
 
 
 async def test_missing_server_times_out(net: Any) -> None:
@@ -68,7 +68,7 @@ async def test_later_allowed_peer_connects(net: Any) -> None:
     client = net.client(control_codec(), keys, server.port)
     with pytest.raises(NotAuthorized):
         await client.wait_connected(5)
-    net.gatekeeper.allow_peer(keys.public)
+    net.authenticator.allow_peer(keys.public)
     await client.wait_connected(5)
 
 
@@ -180,7 +180,7 @@ async def rebound(net: Any, handle: Any, port: int) -> Any:
     from molink.errors import PortInUse
     from molink.wire.sockets.server import Server
 
-    server: Server[Any] = Server(net.context, net.keys, data_codec(), net.gatekeeper, handle)
+    server: Server[Any] = Server(net.context, net.keys, data_codec(), net.authenticator, handle)
     while True:
         try:
             server.bind("127.0.0.1", (port, port + 1))

@@ -23,7 +23,7 @@ from molink.wire.sockets.server import MessageSender, Server
 _GREETING = b"\xff\0\0\0\0\0\0\0\x01\x7f\x03\x00" + b"CURVE".ljust(20, b"\0") + bytes(32)
 
 
-class Victim:
+class Target:
     """A server and a peer that must remain served."""
 
     def __init__(self, net: Any) -> None:
@@ -45,8 +45,8 @@ class Victim:
 
 
 @pytest.fixture
-async def victim(net: Any) -> AsyncIterator[Victim]:
-    made = Victim(net)
+async def target(net: Any) -> AsyncIterator[Target]:
+    made = Target(net)
     await made.serves()
     # The answer may arrive before the monitor reports that the member isn't a stranger.
     await net.until(lambda: made.server.counters.unauthenticated == 0)
@@ -63,23 +63,23 @@ async def closed_by_server(reader: asyncio.StreamReader) -> None:
             pass
 
 
-async def test_no_curve(victim: Victim) -> None:
-    with victim.net.context.socket(zmq.DEALER) as socket:
+async def test_no_curve(target: Target) -> None:
+    with target.net.context.socket(zmq.DEALER) as socket:
         socket.linger = 0
-        socket.connect(victim.address)
-        strangers = victim.server.counters.unauthenticated
-        await victim.net.until(lambda: victim.server.counters.unauthenticated > strangers)
-        await victim.serves()
-    assert victim.server.counters.received == 2
+        socket.connect(target.address)
+        strangers = target.server.counters.unauthenticated
+        await target.net.until(lambda: target.server.counters.unauthenticated > strangers)
+        await target.serves()
+    assert target.server.counters.received == 2
 
 
-async def test_unknown_key(victim: Victim) -> None:
-    keys, server_key = KeyPair.generate(), victim.net.keys.public
-    with create_client(victim.net.context, keys, server_key, victim.address) as socket:
+async def test_unknown_key(target: Target) -> None:
+    keys, server_key = KeyPair.generate(), target.net.keys.public
+    with create_client(target.net.context, keys, server_key, target.address) as socket:
         with pytest.raises(zmq.Again):
             await socket.send(b"x", zmq.DONTWAIT)
-        await victim.net.until(lambda: victim.net.gatekeeper.refused == 1)
-        await victim.net.until(lambda: victim.server.counters.unauthenticated == 1)
+        await target.net.until(lambda: target.net.authenticator.refused == 1)
+        await target.net.until(lambda: target.server.counters.unauthenticated == 1)
 
 
 @pytest.mark.parametrize(
@@ -97,26 +97,26 @@ async def test_unknown_key(victim: Victim) -> None:
     ],
     ids=["http", "bytes", "zmtp1", "command", "exbibytes", "message", "hello"],
 )
-async def test_raw_tcp(victim: Victim, noise: bytes) -> None:
-    strangers = victim.server.counters.unauthenticated
-    connections = [await asyncio.open_connection("127.0.0.1", victim.server.port) for _ in range(5)]
+async def test_raw_tcp(target: Target, noise: bytes) -> None:
+    strangers = target.server.counters.unauthenticated
+    connections = [await asyncio.open_connection("127.0.0.1", target.server.port) for _ in range(5)]
     for reader, writer in connections:
         with contextlib.suppress(ConnectionError):
             writer.write(noise)
             await writer.drain()
-            await victim.serves()
+            await target.serves()
             await closed_by_server(reader)
         writer.close()
-    await victim.net.until(lambda: victim.server.counters.unauthenticated == strangers + 5)
+    await target.net.until(lambda: target.server.counters.unauthenticated == strangers + 5)
 
 
 @pytest.mark.parametrize("size", [0, 1, 3000])
-async def test_message_of_800_parts_is_rejected(victim: Victim, size: int) -> None:
-    keys, server_key = victim.net.member("offender"), victim.net.keys.public
+async def test_message_of_800_parts_is_rejected(target: Target, size: int) -> None:
+    keys, server_key = target.net.member("attacker"), target.net.keys.public
     parts = [bytes(size)] * 800
-    with create_client(victim.net.context, keys, server_key, victim.address) as socket:
+    with create_client(target.net.context, keys, server_key, target.address) as socket:
         await socket.send_multipart(parts)
-        await victim.net.until(lambda: victim.server.counters.malformed == 1)
+        await target.net.until(lambda: target.server.counters.malformed == 1)
         header = control_codec().encode(StatusRequest(ref=7))
         await socket.send_multipart(header)
         assert control_codec().decode(await socket.recv_multipart(copy=False))[0] == DoneReply(
@@ -124,51 +124,51 @@ async def test_message_of_800_parts_is_rejected(victim: Victim, size: int) -> No
         )
 
 
-async def test_misbehaving_peer_is_blocked(victim: Victim) -> None:
-    keys, server_key = victim.net.member("offender"), victim.net.keys.public
-    with create_client(victim.net.context, keys, server_key, victim.address) as socket:
+async def test_misbehaving_peer_is_blocked(target: Target) -> None:
+    keys, server_key = target.net.member("attacker"), target.net.keys.public
+    with create_client(target.net.context, keys, server_key, target.address) as socket:
         for _ in range(40):
             await socket.send_multipart([b"not", b"a", b"message"])
-        await victim.net.until(lambda: victim.blocked)
-        assert victim.blocked[0][0] == "offender"
-        assert victim.net.gatekeeper.blocked == {"offender"}
-        await victim.net.until(lambda: victim.server.counters.rebuilds == 1)
-        await victim.net.until(lambda: victim.net.gatekeeper.refused)
-    assert victim.server.counters.malformed == 16
-    await victim.net.until(lambda: victim.client.is_connected)
-    victim.net.gatekeeper.deny_peer("offender")
-    victim.net.gatekeeper.allow_peer(keys.public, "offender")
-    client = victim.net.client(control_codec(), keys, victim.server.port)
+        await target.net.until(lambda: target.blocked)
+        assert target.blocked[0][0] == "attacker"
+        assert target.net.authenticator.blocked == {"attacker"}
+        await target.net.until(lambda: target.server.counters.rebuilds == 1)
+        await target.net.until(lambda: target.net.authenticator.refused)
+    assert target.server.counters.malformed == 16
+    await target.net.until(lambda: target.client.is_connected)
+    target.net.authenticator.deny_peer("attacker")
+    target.net.authenticator.allow_peer(keys.public, "attacker")
+    client = target.net.client(control_codec(), keys, target.server.port)
     await client.send_request(StatusRequest(ref=0))
 
 
-async def test_oversized_message_is_rejected(victim: Victim) -> None:
-    keys, server_key = victim.net.member("offender"), victim.net.keys.public
+async def test_oversized_message_is_rejected(target: Target) -> None:
+    keys, server_key = target.net.member("attacker"), target.net.keys.public
     header = data_codec().encode(PromptFragment("k", 0, Payload("u8", (1,))), b"x")[0]
-    with create_client(victim.net.context, keys, server_key, victim.address) as socket:
+    with create_client(target.net.context, keys, server_key, target.address) as socket:
         await socket.send_multipart([header, bytes(300 * 1024)])
-        await victim.net.until(lambda: victim.server.counters.malformed == 1)
+        await target.net.until(lambda: target.server.counters.malformed == 1)
         # Beyond MAXMSGSIZE libzmq itself cuts the connection.
         await socket.send_multipart([header, bytes(2 << 20)])
         await socket.send_multipart(control_codec().encode(StatusRequest(ref=1)))
-        await victim.serves()
-    assert victim.server.counters.malformed == 1
+        await target.serves()
+    assert target.server.counters.malformed == 1
 
 
-async def test_peer_cannot_choose_its_identity(victim: Victim) -> None:
-    keys, server_key = victim.net.member("offender"), victim.net.keys.public
-    with create_client(victim.net.context, keys, server_key) as socket:
+async def test_peer_cannot_choose_its_identity(target: Target) -> None:
+    keys, server_key = target.net.member("attacker"), target.net.keys.public
+    with create_client(target.net.context, keys, server_key) as socket:
         socket.set(zmq.ROUTING_ID, b"somebody")
-        socket.connect(victim.address)
+        socket.connect(target.address)
         await socket.send_multipart(control_codec().encode(StatusRequest(ref=1)))
-        await victim.net.until(lambda: victim.server.counters.malformed == 1)
+        await target.net.until(lambda: target.server.counters.malformed == 1)
 
 
-async def test_a_message_of_the_other_plane(victim: Victim) -> None:
-    keys, server_key = victim.net.member("offender"), victim.net.keys.public
-    with create_client(victim.net.context, keys, server_key, victim.address) as socket:
+async def test_a_message_of_the_other_plane(target: Target) -> None:
+    keys, server_key = target.net.member("attacker"), target.net.keys.public
+    with create_client(target.net.context, keys, server_key, target.address) as socket:
         await socket.send_multipart(data_codec().encode(Cancel("k")))
-        await victim.net.until(lambda: victim.server.counters.malformed == 1)
+        await target.net.until(lambda: target.server.counters.malformed == 1)
 
 
 async def test_a_server_that_sends_garbage(net: Any) -> None:

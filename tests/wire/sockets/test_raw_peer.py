@@ -28,7 +28,7 @@ MB = 1 << 20
 BOUND = 100 * MB
 
 
-class Victim:
+class Target:
     """A process with a server or a client, and the keys of a peer."""
 
     def __init__(self, *role: str) -> None:
@@ -81,27 +81,27 @@ class Victim:
 
 
 @contextmanager
-def running(*role: str) -> Iterator[Victim]:
-    victim = Victim(*role)
+def running(*role: str) -> Iterator[Target]:
+    target = Target(*role)
     try:
-        yield victim
+        yield target
     finally:
-        victim.close()
+        target.close()
 
 
 @pytest.fixture
-def server() -> Iterator[Victim]:
-    with running("server") as victim:
-        victim.serves()
-        yield victim
-        victim.serves()
+def server() -> Iterator[Target]:
+    with running("server") as target:
+        target.serves()
+        yield target
+        target.serves()
 
 
 #: A message that a peer may send without limit.
 HARMLESS = control_codec().encode(StatusRequest(ref=7))
 
 
-def test_a_ping_behind_a_full_pipe_and_a_reset(server: Victim) -> None:
+def test_a_ping_behind_a_full_pipe_and_a_reset(server: Target) -> None:
     """libzmq 4.3.5 asserts that no I/O error is pending when it answers a PING, but one may be."""
     for _ in range(40):
         with server.dial().handshake() as wire:
@@ -112,7 +112,7 @@ def test_a_ping_behind_a_full_pipe_and_a_reset(server: Victim) -> None:
         assert server.process.poll() is None
 
 
-def test_a_reset_while_nobody_reads(server: Victim) -> None:
+def test_a_reset_while_nobody_reads(server: Target) -> None:
     """As after a suspend: the pipe is full, and a timer finds that the connection is broken."""
     hang = control_codec().encode(Goodbye(ref=1))
     with server.dial().handshake() as wire:
@@ -136,7 +136,7 @@ def endless(wire: Wire, size: int, total: int) -> int:
 
 @counted
 @pytest.mark.parametrize("size", [0, 34, 5_000, 250_000])
-def test_endless_message_is_bounded(server: Victim, size: int) -> None:
+def test_endless_message_is_bounded(server: Target, size: int) -> None:
     # Fast processors send more before the cut, but the memory for it is bounded.
     most = 64 * MB if size >= 1000 else 24 * MB
     worst = 0
@@ -149,7 +149,7 @@ def test_endless_message_is_bounded(server: Victim, size: int) -> None:
 
 
 @counted
-def test_endless_messages_on_many_connections_are_bounded(server: Victim) -> None:
+def test_endless_messages_on_many_connections_are_bounded(server: Target) -> None:
     wires = [server.dial().handshake() for _ in range(40)]
     part = bytes(250_000)
     for _ in range(8):
@@ -161,7 +161,7 @@ def test_endless_messages_on_many_connections_are_bounded(server: Victim) -> Non
         wire.close()
 
 
-def test_endless_connections_are_bounded(server: Victim) -> None:
+def test_endless_connections_are_bounded(server: Target) -> None:
     """A peer may open many connections, but not exhaust the process."""
     wires: list[RawClient] = []
     for _ in range(200):
@@ -180,7 +180,7 @@ def test_endless_connections_are_bounded(server: Victim) -> None:
         wire.close()
 
 
-def test_fast_messages_are_bounded(server: Victim) -> None:
+def test_fast_messages_are_bounded(server: Target) -> None:
     with server.dial().handshake() as wire:
         data = b"".join(wire.message(*HARMLESS) for _ in range(20_000))
         wire.send(data)
@@ -189,13 +189,13 @@ def test_fast_messages_are_bounded(server: Victim) -> None:
 
 
 @pytest.mark.parametrize("kind", [b"ROUTER", b"PUB", b"XSUB", b"", b"X" * 200])
-def test_other_socket_types_are_rejected(server: Victim, kind: bytes) -> None:
+def test_other_socket_types_are_rejected(server: Target, kind: bytes) -> None:
     with suppress(Refused):
         server.dial().handshake(kind).close()
     server.serves()
 
 
-def test_invalid_zmtp_commands_are_rejected(server: Victim) -> None:
+def test_invalid_zmtp_commands_are_rejected(server: Target) -> None:
     def attack(data: Callable[[RawClient], bytes]) -> None:
         with server.dial().handshake() as wire:
             wire.send(data(wire))
@@ -221,7 +221,7 @@ def test_invalid_zmtp_commands_are_rejected(server: Victim) -> None:
     server.serves()
 
 
-def test_invalid_handshakes_are_rejected(server: Victim) -> None:
+def test_invalid_handshakes_are_rejected(server: Target) -> None:
     def half(steps: Callable[[RawClient], object]) -> RawClient:
         wire = server.dial()
         with suppress(Refused, OSError):

@@ -54,7 +54,7 @@ async def test_a_request_is_authorised_and_answered(net: Any) -> None:
     assert isinstance(reply, DoneReply)
     assert payload is None
     assert echo.seen[0][0].peer_id == derive_peer_id(keys.public)
-    assert net.gatekeeper.accepted == 1
+    assert net.authenticator.accepted == 1
 
 
 async def test_a_given_peer_id(net: Any) -> None:
@@ -127,7 +127,7 @@ async def test_sending_to_a_closed_connection_is_counted(net: Any) -> None:
 
 async def test_the_next_free_port_is_taken(net: Any) -> None:
     one = Echo(net)
-    other = Server(net.context, net.keys, control_codec(), net.gatekeeper, lambda *_: None)
+    other = Server(net.context, net.keys, control_codec(), net.authenticator, lambda *_: None)
     with pytest.raises(PortInUse, match="--control-port"):
         other.bind("127.0.0.1", (one.port, one.port + 1), "--control-port")
     try:
@@ -162,7 +162,7 @@ async def test_revocation_is_immediate_and_leaves_the_others(net: Any) -> None:
     with pytest.raises(NotAuthorized, match="join"):
         await revoked.send_request(StatusRequest(ref=0))
     assert sum(sender.peer_id == derive_peer_id(bad.public) for sender, _ in echo.seen) == 1
-    net.gatekeeper.allow_peer(bad.public)
+    net.authenticator.allow_peer(bad.public)
     await revoked.send_request(StatusRequest(ref=0))
 
 

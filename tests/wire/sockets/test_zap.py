@@ -77,9 +77,9 @@ async def test_failing_callback_does_not_lock_out_peers(
         told.append(refusal)
         raise ValueError("no")
 
-    net.gatekeeper._on_refused = fail
+    net.authenticator._on_refused = fail
     net.client(control_codec(), KeyPair.generate(), echo.port)
-    await net.until(lambda: net.gatekeeper.refused)
+    await net.until(lambda: net.authenticator.refused)
     await net.client(control_codec(), net.member(), echo.port).send_request(StatusRequest(ref=0))
     assert told[0].address == "127.0.0.1"
     assert "authenticating a handshake failed" in caplog.records[0].message
@@ -89,7 +89,7 @@ async def test_failing_callback_does_not_lock_out_peers(
 async def test_failed_handler_is_restarted(
     net: Any, echo: Server[Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    answer, failures = net.gatekeeper._answer, []
+    answer, failures = net.authenticator._answer, []
 
     def fail_first(frames: list[bytes]) -> Any:
         if not failures:
@@ -97,14 +97,14 @@ async def test_failed_handler_is_restarted(
             raise ValueError("no")
         return answer(frames)
 
-    monkeypatch.setattr(net.gatekeeper, "_answer", fail_first)
+    monkeypatch.setattr(net.authenticator, "_answer", fail_first)
     client = net.client(control_codec(), net.member(), echo.port)
     await client.send_request(StatusRequest(ref=0), timeout=60)
     assert sum("restarting it" in record.message for record in caplog.records) == 1
 
 
 async def test_no_connection_without_an_authenticator(net: Any, echo: Server[Any]) -> None:
-    net.gatekeeper.close()
+    net.authenticator.close()
     client = net.client(control_codec(), net.member(), echo.port)
     await net.until(lambda: client.failure is not None)
     assert not client.is_connected
@@ -120,19 +120,19 @@ async def test_other_domains_and_mechanisms_are_refused(net: Any, echo: Server[A
         [b"molink", b"127.0.0.1", b"", b"CURVE", b"short"],
         [b"molink", b"127.0.0.1", b"", b"CURVE", key],
     ):
-        reply = net.gatekeeper._answer([*header, *rest])
+        reply = net.authenticator._answer([*header, *rest])
         assert reply[:5] == [*header, b"400"]
 
 
 async def test_frequent_handshakes_are_deferred(net: Any, echo: Server[Any]) -> None:
-    net.gatekeeper._handshake_buckets = KeyedTokenBuckets(RateLimit(2, 2.0))
+    net.authenticator._handshake_buckets = KeyedTokenBuckets(RateLimit(2, 2.0))
     keys = net.member("often")
     clients = [net.client(control_codec(), keys, echo.port) for _ in range(3)]
-    await net.until(lambda: net.gatekeeper.deferred)
+    await net.until(lambda: net.authenticator.deferred)
     await net.client(control_codec(), net.member(), echo.port).send_request(StatusRequest(ref=0))
     for client in clients:
         await client.send_request(StatusRequest(ref=0), timeout=30)
-    assert net.gatekeeper.refused == 0
+    assert net.authenticator.refused == 0
 
 
 def test_many_peers_of_one_address_are_admitted_beside_a_flood(

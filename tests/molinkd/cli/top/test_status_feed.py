@@ -27,7 +27,7 @@ class FakeDaemon:
         self.status = status
         self.asked: list[bytes] = []
         net.keys = place.load_keys()
-        net.gatekeeper.allow_peer(net.keys.public)
+        net.authenticator.allow_peer(net.keys.public)
         self.server: Server[Any] = net.server(control_codec(), self._handle)
         RunFile.of_this_process(self.server.port, "http://e").save_file(place.run_file)
 

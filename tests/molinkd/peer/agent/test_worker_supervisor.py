@@ -165,7 +165,7 @@ async def test_load_of_the_workers(heard: Heard) -> None:
     assert heard.supervisor.own_gpu_usage.share == pytest.approx(0.34)
 
 
-async def _start_with_spares(
+async def _start_with_standbys(
     heard: Heard, monkeypatch: pytest.MonkeyPatch, *, free_bytes: int
 ) -> None:
     """Start worker 1, and let a standby worker start if ``free_bytes`` of memory allow it."""
@@ -177,30 +177,30 @@ async def _start_with_spares(
     heard.supervisor.schedule_standby(1)
 
 
-async def _spare(heard: Heard, monkeypatch: pytest.MonkeyPatch) -> psutil.Process:
+async def _start_standby(heard: Heard, monkeypatch: pytest.MonkeyPatch) -> psutil.Process:
     """Start worker 1 and a standby worker."""
-    await _start_with_spares(heard, monkeypatch, free_bytes=1 << 30)
+    await _start_with_standbys(heard, monkeypatch, free_bytes=1 << 30)
     await until(lambda: len(heard.supervisor.own_gpu_usage.pids) == 2)
     return psutil.Process(heard.supervisor.own_gpu_usage.pids[1])
 
 
-def _ready_spares(heard: Heard) -> float:
+def _count_ready_standbys(heard: Heard) -> float:
     return heard.supervisor.collect_metrics().gauges["standby_workers"]
 
 
 async def test_the_standby_worker_becomes_the_next_worker(
     heard: Heard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spare = await _spare(heard, monkeypatch)
-    await until(lambda: _ready_spares(heard) == 1.0)
+    standby = await _start_standby(heard, monkeypatch)
+    await until(lambda: _count_ready_standbys(heard) == 1.0)
     heard.supervisor.schedule_standby(1)  # a second call starts no other
     other = msgspec.structs.replace(START, pipeline="p2", stage=3)
-    assert heard.supervisor.start_worker(2, other, MEMBERS) == spare.pid
+    assert heard.supervisor.start_worker(2, other, MEMBERS) == standby.pid
     await heard.until(lambda: len(heard.messages) == 2)
     generation, loaded = heard.messages[1]
     assert (generation, type(loaded)) == (2, WorkerLoaded)
     assert heard.supervisor.collect_metrics().gauges == {"workers": 2.0, "standby_workers": 0.0}
-    spare.kill()
+    standby.kill()
     await heard.until(lambda: bool(heard.exits))
     assert [generation for generation, _ in heard.exits] == [2]
 
@@ -217,8 +217,8 @@ async def test_loading_progress_is_known_while_loading(heard: Heard) -> None:
 async def test_two_losses_in_a_row_find_standby_workers_where_memory_is_free(
     heard: Heard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await _start_with_spares(heard, monkeypatch, free_bytes=64 << 30)
-    await until(lambda: _ready_spares(heard) == 2.0)
+    await _start_with_standbys(heard, monkeypatch, free_bytes=64 << 30)
+    await until(lambda: _count_ready_standbys(heard) == 2.0)
     _, *spares = heard.supervisor.own_gpu_usage.pids
     found = [heard.supervisor.start_worker(number, START, MEMBERS) for number in (2, 3)]
     assert found == spares
@@ -227,8 +227,8 @@ async def test_two_losses_in_a_row_find_standby_workers_where_memory_is_free(
 async def test_little_memory_holds_one_standby_worker(
     heard: Heard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await _start_with_spares(heard, monkeypatch, free_bytes=1 << 30)
-    await until(lambda: _ready_spares(heard) == 1.0)
+    await _start_with_standbys(heard, monkeypatch, free_bytes=1 << 30)
+    await until(lambda: _count_ready_standbys(heard) == 1.0)
     heard.supervisor.schedule_standby(1)
     await until(lambda: heard.supervisor._standby_timer is None)
     assert len(heard.supervisor.own_gpu_usage.pids) == 2
@@ -238,8 +238,8 @@ async def test_little_memory_holds_one_standby_worker(
 async def test_an_unready_standby_worker_is_ahead_of_a_new_process(
     heard: Heard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spare = await _spare(heard, monkeypatch)
-    assert heard.supervisor.start_worker(2, START, MEMBERS) == spare.pid
+    standby = await _start_standby(heard, monkeypatch)
+    assert heard.supervisor.start_worker(2, START, MEMBERS) == standby.pid
     await heard.until(lambda: len(heard.messages) == 2)
 
 
@@ -258,7 +258,7 @@ async def test_a_first_stage_can_wait_for_the_starting_standby_worker(
     await heard.supervisor.wait_until_ready()  # returns at once: there is none
     heard.supervisor.start_standby()
     await heard.supervisor.wait_until_ready()
-    assert _ready_spares(heard) == 1.0
+    assert _count_ready_standbys(heard) == 1.0
 
 
 @pytest.mark.parametrize("heard", ["cold"], indirect=True)
@@ -269,26 +269,26 @@ async def test_waiting_for_a_standby_worker_times_out(
     monkeypatch.setattr(supervisor_module, "STANDBY_WAIT_S", 0.0)
     await heard.supervisor.wait_until_ready()
     monkeypatch.setattr(supervisor_module, "STANDBY_WAIT_S", 1e6)
-    (spare,) = heard.supervisor.own_gpu_usage.pids
+    (standby,) = heard.supervisor.own_gpu_usage.pids
     waiting = asyncio.create_task(heard.supervisor.wait_until_ready())
-    psutil.Process(spare).kill()
+    psutil.Process(standby).kill()
     await waiting
 
 
 async def test_the_standby_worker_can_be_dropped(
     heard: Heard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spare = await _spare(heard, monkeypatch)
+    standby = await _start_standby(heard, monkeypatch)
     own = heard.supervisor.own_gpu_usage
-    assert (len(own.pids), spare.pid in own.pids) == (2, True)
+    assert (len(own.pids), standby.pid in own.pids) == (2, True)
     heard.supervisor.drop_standbys()
-    await until(lambda: not psutil.pid_exists(spare.pid))
+    await until(lambda: not psutil.pid_exists(standby.pid))
     assert heard.supervisor.collect_metrics().gauges == {"workers": 1.0, "standby_workers": 0.0}
     assert heard.exits == []
     heard.supervisor.drop_standbys()
     heard.supervisor.start_standby()
     heard.supervisor.start_standby()
-    assert len(heard.supervisor.own_gpu_usage.pids) == 2, "one spare, not two"
+    assert len(heard.supervisor.own_gpu_usage.pids) == 2, "one standby, not two"
 
 
 async def test_a_scheduled_standby_worker_can_be_cancelled(
@@ -327,12 +327,12 @@ async def test_a_loading_worker_is_killed_at_once(
 async def test_the_exit_of_a_standby_worker_is_no_stage_failure(
     heard: Heard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spare = await _spare(heard, monkeypatch)
-    await until(lambda: _ready_spares(heard) == 1.0)
-    spare.kill()
-    await until(lambda: _ready_spares(heard) == 0.0)
+    standby = await _start_standby(heard, monkeypatch)
+    await until(lambda: _count_ready_standbys(heard) == 1.0)
+    standby.kill()
+    await until(lambda: _count_ready_standbys(heard) == 0.0)
     assert heard.exits == []
-    assert heard.supervisor.start_worker(2, START, MEMBERS) != spare.pid
+    assert heard.supervisor.start_worker(2, START, MEMBERS) != standby.pid
 
 
 async def _until_steps(heard: Heard, steps: float) -> None:

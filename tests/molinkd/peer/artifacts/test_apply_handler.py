@@ -56,13 +56,13 @@ class Scene:
         return FakeBootstrap(entry.source)
 
     async def ask(self, message: Any, payload: bytes) -> tuple[Any, bytes]:
-        wishes = msgspec.msgpack.decode(payload, type=DesiredModels)
+        desired = msgspec.msgpack.decode(payload, type=DesiredModels)
         if self.forbidden is not None:
             raise self.forbidden
-        if not wishes.models:
+        if not desired.models:
             assert message.dry_run
             return ApplyReply(ref=0, payload=Payload("u8", (0,))), b""
-        self.asked.append((message, wishes))
+        self.asked.append((message, desired))
         if self.refusal is not None:
             raise self.refusal
         return ApplyReply(ref=0, payload=Payload("u8", (3,))), b"+ m"
@@ -89,9 +89,9 @@ async def test_all_models_are_found_then_requested_together() -> None:
     states, text = await scene.end(order("m", "n", replicas=2, pins=(("a", "auto"),)))
     assert text == b"+ m"
     assert states[0] == "looking"
-    ((message, wishes),) = scene.asked
-    assert (message.dry_run, wishes.molink) == (False, "1")
-    assert [(one.model.name, one.replicas, one.pins) for one in wishes.models] == [
+    ((message, desired),) = scene.asked
+    assert (message.dry_run, desired.molink) == (False, "1")
+    assert [(one.model.name, one.replicas, one.pins) for one in desired.models] == [
         ("m", 2, (("a", "auto"),)),
         ("n", 2, (("a", "auto"),)),
     ]
@@ -105,7 +105,7 @@ async def test_a_newer_file_cancels_the_older() -> None:
     scene = Scene()
     await scene.handler.apply_file(order("m"))
     await scene.end(order("n"))
-    assert [[one.model.name for one in wishes.models] for _, wishes in scene.asked] == [["n"]]
+    assert [[one.model.name for one in desired.models] for _, desired in scene.asked] == [["n"]]
 
 
 @pytest.mark.parametrize(

@@ -79,12 +79,12 @@ class Pc:
             ModelRepository(),
             lambda *_: None,
         )
-        self.copier = Replicator(
+        self.replicator = Replicator(
             self.store, self.library, lambda: self.layers, self.changed.set, wanted=wanted
         )
 
     def serve(self, root: str, *sources: str, ready: bool = True) -> None:
-        self.copier.update_route(
+        self.replicator.update_route(
             Route(
                 pipeline="p1",
                 epoch=1,
@@ -98,7 +98,7 @@ class Pc:
         )
 
     async def whole(self) -> None:
-        while self.copier.percent < 100:
+        while self.replicator.percent < 100:
             await self.changed.wait()
             self.changed.clear()
 
@@ -127,7 +127,7 @@ async def pcs(tmp_path: Path) -> AsyncIterator[Callable[..., Pc]]:
 
     yield make
     for pc in made:
-        await pc.copier.close()
+        await pc.replicator.close()
 
 
 @pytest.fixture(autouse=True)
@@ -174,7 +174,7 @@ async def test_a_complete_replica_is_offered_also_after_a_restart(
     second = pcs({"b": OfferedSource(first.library)}, "other")
     second.serve(root, "a", "b")
     await second.whole()
-    await first.copier.close()
+    await first.replicator.close()
     with pytest.raises(ModelNotFound):
         first.library.require_model(root)
     (folder,) = (tmp_path / "store").iterdir()
@@ -238,7 +238,7 @@ async def test_replication_waits_for_a_source(
     pc.connected.clear()
     pc.serve(root, "gone")
     await until(lambda: len(pc.connected) >= 4)
-    assert pc.copier.percent == 0
+    assert pc.replicator.percent == 0
     pc.serve(root, "gone", "a")
     await pc.whole()
     reported = [record.getMessage() for record in caplog.records if "gone" in record.getMessage()]
@@ -265,7 +265,7 @@ async def test_a_nearly_full_disk_gets_no_replica(
     pc.serve(root, "a")
     await refused.wait()
     assert partial_models.layers == [1]
-    assert 0 < pc.copier.percent < 100
+    assert 0 < pc.replicator.percent < 100
 
 
 async def test_an_altered_replica_is_repaired(
@@ -292,7 +292,7 @@ async def test_another_model_replaces_the_first(
     pc.serve(root, "b")
     await pc.whole()
     pc.serve(newer, "a")
-    assert pc.copier.percent == 0
+    assert pc.replicator.percent == 0
     await pc.whole()
     pc.library.require_model(newer)
     with pytest.raises(ModelNotFound):
@@ -317,7 +317,7 @@ async def test_replication_can_be_disabled(
     pc.serve(root, "a")
     await asyncio.sleep(0)
     assert pc.connected == []
-    assert pc.copier.percent == 0
+    assert pc.replicator.percent == 0
 
 
 async def test_the_own_stage_s_model_is_replicated_first(
@@ -327,7 +327,7 @@ async def test_the_own_stage_s_model_is_replicated_first(
     other = brought.add_model("n", write_plain_model(tmp_path / "other", seed=1)).manifest.root
     mine, partial_models = "1", OfferedSource(brought)
     pc = pcs({"a": partial_models})
-    pc.copier = Replicator(
+    pc.replicator = Replicator(
         pc.store, pc.library, lambda: (2, 3), pc.changed.set, lambda one: one == mine, wanted=True
     )
     routes = {
@@ -346,7 +346,7 @@ async def test_the_own_stage_s_model_is_replicated_first(
 
     def serve(*names: str) -> None:
         for name in names:
-            pc.copier.update_route(routes[name])
+            pc.replicator.update_route(routes[name])
 
     serve("2", "1", "2", "1")
     partial_models.gate.clear()
@@ -357,20 +357,20 @@ async def test_the_own_stage_s_model_is_replicated_first(
     assert partial_models.layers == [2, 3, 1, 0]
     serve("1", "2")
     await until(lambda: len(pc.library.model_names) == 2)
-    assert pc.copier.percent == 100
+    assert pc.replicator.percent == 100
     for of in (root, other):
         ModelFolder.open(pc.library.require_model(of).folder)
     # A model that is no longer served is no longer offered, but its files stay.
     read = len(partial_models.read_parts)
-    pc.copier.remove_pipeline("2")
+    pc.replicator.remove_pipeline("2")
     assert pc.library.model_names == ("m",)
     serve("2")
     await until(lambda: len(pc.library.model_names) == 2)
     assert len(partial_models.read_parts) == read
-    pc.copier.remove_pipeline("1")
-    pc.copier.remove_pipeline("2")
+    pc.replicator.remove_pipeline("1")
+    pc.replicator.remove_pipeline("2")
     assert pc.library.model_names == ("n",)
-    await pc.copier.close()
+    await pc.replicator.close()
 
 
 async def test_existing_files_are_offered_immediately(
@@ -381,7 +381,7 @@ async def test_existing_files_are_offered_immediately(
     first = pcs({"a": OfferedSource(brought)})
     first.serve(root, "a")
     await first.whole()
-    await first.copier.close()
+    await first.replicator.close()
     again = pcs({"a": OfferedSource(brought)})
     absent = Route(
         pipeline="p0",
@@ -393,21 +393,21 @@ async def test_existing_files_are_offered_immediately(
         sources=("a",),
         root=other,
     )
-    again.copier = Replicator(
+    again.replicator = Replicator(
         again.store, again.library, lambda: (0, 1), again.changed.set, "p0".__eq__, wanted=True
     )
-    again.copier.update_route(absent)
+    again.replicator.update_route(absent)
     again.serve(root, ready=False)
     await until(lambda: again.library.model_names)
     assert again.library.model_names == ("m",)
-    await again.copier.close()
+    await again.replicator.close()
 
 
 async def test_a_stuck_replica_does_not_block_others(
     pcs: MakePc, brought: ModelRepository, root: str
 ) -> None:
     pc = pcs({"a": OfferedSource(brought)})
-    pc.copier = Replicator(
+    pc.replicator = Replicator(
         pc.store, pc.library, lambda: (0, 1), pc.changed.set, lambda one: one == "p2", wanted=True
     )
     missing = Route(
@@ -420,9 +420,9 @@ async def test_a_stuck_replica_does_not_block_others(
         sources=("gone",),
         root=f"{2:0>64}:1",
     )
-    pc.copier.update_route(missing)
+    pc.replicator.update_route(missing)
     pc.serve(root, "a")
     await until(lambda: pc.library.model_names)
     assert pc.library.model_names == ("m",)
-    assert pc.copier.percent == 0  # the percentage of its own model
-    await pc.copier.close()
+    assert pc.replicator.percent == 0  # the percentage of its own model
+    await pc.replicator.close()

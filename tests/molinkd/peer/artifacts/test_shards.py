@@ -26,7 +26,7 @@ from molink.swarm.artifacts.sources import HUB, ModelSources
 from molinkd.peer.artifacts import model_repository as library_module
 from molinkd.peer.artifacts import partial_shard as shard_draft
 from molinkd.peer.artifacts import shard_fetch
-from molinkd.peer.artifacts import sources as suppliers_module
+from molinkd.peer.artifacts import sources as sources_module
 from molinkd.peer.artifacts.bootstrap import Bootstrap
 from molinkd.peer.artifacts.model_repository import ModelRepository
 from molinkd.peer.artifacts.model_store import ModelStore
@@ -58,7 +58,7 @@ TOKENIZER = '{"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
-    chunked = (manifest, fetch_plan, hub_parts, library_module, suppliers_module, sources)
+    chunked = (manifest, fetch_plan, hub_parts, library_module, sources_module, sources)
     for module in chunked:
         monkeypatch.setattr(module, "CHUNK_BYTES", CHUNK)
     monkeypatch.setattr(fetch_plan, "RUN_CHUNKS", 2)
@@ -280,11 +280,11 @@ async def test_a_replica_has_all_shards(tmp_path: Path, hub: FakeHub) -> None:
     b = Pc(tmp_path / "b", {"a": a})
     whole = asyncio.Event()
     model = facts.name, facts.root
-    copier = ModelReplicator(b.store, b.library, model, lambda: (0, 0), whole.set, lambda: True)
-    copier.on_change(ModelSources((), ("a",), PLACE), serving=True)
+    replicator = ModelReplicator(b.store, b.library, model, lambda: (0, 0), whole.set, lambda: True)
+    replicator.on_change(ModelSources((), ("a",), PLACE), serving=True)
     await whole.wait()
-    assert copier.percent == 100
-    await asyncio.gather(copier.stop_replication(), return_exceptions=True)
+    assert replicator.percent == 100
+    await asyncio.gather(replicator.stop_replication(), return_exceptions=True)
     # Replication never uses the hub: it isn't urgent, and downloads may be metered.
     assert b.from_hub.total() == 0
     same(await b.stage(facts, (0, 4), use_hub=False), hub, (0, 4))

@@ -161,14 +161,14 @@ async def test_missing_peers_start_a_scan(air: Air, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(discovery, "scan_network", look)
     swarm = Swarm()
-    lookout = DiscoveryScanner(Settings(name="pc"), swarm)
-    lookout.start()
+    scanner = DiscoveryScanner(Settings(name="pc"), swarm)
+    scanner.start()
     await asyncio.sleep(0.05)
     assert looks == [], "everybody is there"
     swarm.has_missing_peers = True
     await until(lambda: swarm.heard)
     assert swarm.heard[0] == ("10.0.0.7",), "neither this PC nor another swarm"
-    await lookout.close()
+    await scanner.close()
     silent = DiscoveryScanner(Settings(name="pc", discovery=False), swarm)
     silent.start()
     assert silent._task is None

@@ -261,8 +261,8 @@ async def test_a_lie_about_the_address_leaves_the_stream_with_the_relay(
 
     monkeypatch.setattr(module, "PUNCH_S", 0.5)
     monkeypatch.setattr(module, "_PROVE_S", 0.1)
-    victim = await asyncio.start_server(listen, "127.0.0.1", 0)
-    where = victim.sockets[0].getsockname()[:2]
+    target = await asyncio.start_server(listen, "127.0.0.1", 0)
+    where = target.sockets[0].getsockname()[:2]
     monkeypatch.setattr(relay_server, "_address_of_end", lambda _: where)
     port = await bench.serve()
     bench.open()
@@ -275,7 +275,7 @@ async def test_a_lie_about_the_address_leaves_the_stream_with_the_relay(
     assert await reader.readexactly(5) == b"AGAIN"
     assert bench.failed == []
     writer.close()
-    victim.close()
+    target.close()
     assert {len(one) for one in heard} <= {0, DIRECT_PROOF_BYTES}
 
 

@@ -96,7 +96,7 @@ async def test_joining(net: Net) -> None:
         seen.append(message)
         server.send(sender.identity, JoinReply(ref=message.ref, swarm="s", peer="p"))
 
-    net.gatekeeper.allow_peer(INVITATION.public, "invite:1")
+    net.authenticator.allow_peer(INVITATION.public, "invite:1")
     server = net.server(control_codec(), handle)
     token = make_token(f"127.0.0.1:{server.port}", net.keys.public)
     mine = KeyPair.generate()
@@ -120,7 +120,7 @@ async def test_another_swarm_replies(net: Net) -> None:
     def handle(sender: MessageSender, message: JoinRequest, _payload: memoryview | None) -> None:
         server.send(sender.identity, JoinReply(ref=message.ref, swarm="s2", peer="p"))
 
-    net.gatekeeper.allow_peer(INVITATION.public, "invite:1")
+    net.authenticator.allow_peer(INVITATION.public, "invite:1")
     server = net.server(control_codec(), handle)
     token = make_token(f"127.0.0.1:{server.port}", net.keys.public)
     with pytest.raises(WireError, match="swarm s2 replied to a token of swarm s"):
@@ -139,7 +139,7 @@ class Refusing:
 
     def __init__(self, net: Net, *errors: MolinkError) -> None:
         self.errors = list(errors)
-        net.gatekeeper.allow_peer(INVITATION.public, "invite:1")
+        net.authenticator.allow_peer(INVITATION.public, "invite:1")
         self.server = net.server(control_codec(), self._handle)
         self.token = make_token(f"127.0.0.1:{self.server.port}", net.keys.public)
 
@@ -194,7 +194,7 @@ async def test_a_connection_that_breaks_before_the_reply(
 
     monkeypatch.setattr("molinkd.peer.membership.joining._RETRY_S", 0.01)
     seen: list[JoinRequest] = []
-    net.gatekeeper.allow_peer(INVITATION.public, "invite:1")
+    net.authenticator.allow_peer(INVITATION.public, "invite:1")
     server = net.server(control_codec(), handle)
     token = make_token(f"127.0.0.1:{server.port}", net.keys.public)
     assert (await join_swarm(net.context, KeyPair.generate(), token, "pc")).swarm == "s"
@@ -258,7 +258,7 @@ async def test_a_peer_redirects_a_guest_to_the_coordinator(
 
     coordinator = net.server(control_codec(), admit)
     member = net.server(control_codec(), send_on)
-    net.gatekeeper.allow_peer(INVITATION.public, "invite:1")
+    net.authenticator.allow_peer(INVITATION.public, "invite:1")
     token = msgspec.structs.replace(
         make_token("127.0.0.1:1"),
         contact_points=(ContactPoint(net.keys.public, (f"127.0.0.1:{member.port}",)),),
@@ -284,7 +284,7 @@ async def test_a_hostile_contact_point_can_not_answer_for_the_coordinator(
     asked = asyncio.Event()
     coordinator = net.server(control_codec(), admit)
     member = net.server(control_codec(), refuse)
-    net.gatekeeper.allow_peer(INVITATION.public, "invite:1")
+    net.authenticator.allow_peer(INVITATION.public, "invite:1")
     token = msgspec.structs.replace(
         make_token(f"127.0.0.1:{coordinator.port}", net.keys.public),
         contact_points=(ContactPoint(net.keys.public, (f"127.0.0.1:{member.port}",)),),

@@ -36,7 +36,7 @@ class Scene:
     """A PC's directory, in a swarm whose founder leads."""
 
     def __init__(self, net: Net, folder: Path) -> None:
-        self.gatekeeper = net.gatekeeper
+        self.authenticator = net.authenticator
         self.founder, self.me = TestPeer(net.keys, "founder"), TestPeer(net.member(), "me")
         self.members, self.revision = LogBuilder(self.founder), 0
         self.members.admit(self.founder, self.me)
@@ -45,7 +45,7 @@ class Scene:
             home=Home(folder).create_folders(),
             keys=self.me.keys,
             context=net.context,
-            authenticator=net.gatekeeper,
+            authenticator=net.authenticator,
             server=net.server(control_codec(), lambda *_: None),
             repository=ModelRepository(),
             banned_peers=BannedPeers(),
@@ -79,7 +79,7 @@ class Scene:
     def known(self) -> set[str]:
         """Peers in the address book; only these may connect."""
         found = self.directory.book.peers - {self.me.peer}
-        assert all(self.gatekeeper.is_allowed(peer) for peer in found)
+        assert all(self.authenticator.is_allowed(peer) for peer in found)
         return set(found)
 
     def allowed_of(self, keys: list[str]) -> list[bool]:
@@ -87,14 +87,14 @@ class Scene:
         allowed = {
             one.public_key
             for one in self.members.log.list_invitations()
-            if self.gatekeeper.is_allowed(one.id)
+            if self.authenticator.is_allowed(one.id)
         }
-        assert len(allowed) == sum(map(is_invitation_id, self.gatekeeper.peers))
+        assert len(allowed) == sum(map(is_invitation_id, self.authenticator.peers))
         return [key in allowed for key in keys]
 
     def knows(self, peer: TestPeer) -> bool:
         known = peer.peer in self.known
-        assert known == self.gatekeeper.is_allowed(peer.peer)
+        assert known == self.authenticator.is_allowed(peer.peer)
         return known
 
 

@@ -276,7 +276,7 @@ async def test_it_reconnects(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
     assert session.failure_reason
     again = FakeCoordinator.__new__(FakeCoordinator)
     again.got, again.identity, again.term, again.protocol = [], b"", 0, PROTOCOL
-    again.server = Server(net.context, net.keys, control_codec(), net.gatekeeper, again._handle)
+    again.server = Server(net.context, net.keys, control_codec(), net.authenticator, again._handle)
     await _bind(net, again.server, port)
     await net.until(lambda: recorder == ["welcome", "cut", "welcome"])
     await session.close()
