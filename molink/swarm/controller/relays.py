@@ -8,6 +8,7 @@ pair is not chosen again for a while, even if it was gone meanwhile: it may be h
 seconds.
 """
 
+from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
@@ -119,6 +120,8 @@ class RelayPlanner:
         self._relays: dict[Pair, _Relay] = {}
         #: Relays that have failed for a pair.
         self._exclusions: dict[tuple[Pair, str], _Exclusion] = {}
+        #: The latest relays that ended while a peer was away, each with that peer.
+        self._unclosed: deque[tuple[str, int]] = deque(maxlen=MAX_RELAYS)
         self._now = 0.0
 
     def handle(self, event: RelayEvent, now: float) -> list[RelayAction]:
@@ -129,10 +132,11 @@ class RelayPlanner:
         out: list[RelayAction] = []
         match event:
             case RelayOfferedEvent(peer, addresses, relays, place):
+                out += self._close_missed(peer)
                 known = self._peers.setdefault(peer, _Peer())
                 before = known.addresses, known.can_relay, known.rendezvous
                 if before == (addresses, relays, place):
-                    return []  # most reports change nothing
+                    return out  # most reports change nothing
                 known.addresses, known.can_relay, known.rendezvous = addresses, relays, place
             case LivePeersChangedEvent(peers):
                 gone = self._peers.keys() - set(peers)
@@ -361,8 +365,19 @@ class RelayPlanner:
 
     def _close_relay(self, pair: Pair) -> list[RelayAction]:
         relay = self._relays.pop(pair)
-        peers = [one for one in dict.fromkeys((*pair, relay.relay_peer)) if one in self._peers]
-        out: list[RelayAction] = [SendMessageAction(one, CloseRelay(id=relay.id)) for one in peers]
+        out: list[RelayAction] = []
+        for peer in dict.fromkeys((*pair, relay.relay_peer)):
+            if peer in self._peers:
+                out.append(SendMessageAction(peer, CloseRelay(id=relay.id)))
+            else:
+                self._unclosed.append((peer, relay.id))
         if self._is_needed(pair):
             out.append(ConnectionTriedEvent(*pair, succeeded=False))
         return out
+
+    def _close_missed(self, peer: str) -> list[RelayAction]:
+        """Tell a peer that has come back which of its relays have ended meanwhile."""
+        missed = [one for one in self._unclosed if one[0] == peer]
+        for one in missed:
+            self._unclosed.remove(one)
+        return [SendMessageAction(peer, CloseRelay(id=id)) for _, id in missed]

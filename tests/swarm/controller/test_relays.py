@@ -1,5 +1,6 @@
 import itertools
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -118,6 +119,17 @@ def test_a_lost_relay_of_an_earlier_leader_is_replaced() -> None:
     (told,) = swarm.tried("a", "b", False, relayed=True)
     assert isinstance(told, SendMessageAction)
     assert isinstance(told.message, OpenRelay)
+
+
+@pytest.mark.parametrize("returning", ["a", "b", "hub"])
+def test_a_peer_that_comes_back_learns_that_its_relay_has_ended(returning: str) -> None:
+    swarm, _ = apart()
+    swarm.opened("hub", 1)
+    others = sorted({"a", "b", "hub"} - {returning})
+    closed = SendMessageAction(returning, CloseRelay(id=1))
+    assert closed not in swarm.live(*others)
+    assert closed in swarm.offer(returning)
+    assert closed not in swarm.offer(returning)
 
 
 def test_a_much_nearer_relay_replaces_one_after_a_while() -> None:
