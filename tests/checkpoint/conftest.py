@@ -5,9 +5,12 @@ import shutil
 import struct
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from molink.checkpoint.config import ModelConfig
+from tests.support.family_configs import NAMES, SIZES
 from tests.support.models import MakeModel
 
 
@@ -48,3 +51,16 @@ def write_safetensors() -> Callable[..., Path]:
         return path
 
     return write
+
+
+@pytest.fixture
+def load(tmp_path: Path) -> Callable[..., Any]:
+    """``load(family, **fields)``; ``...`` removes a field."""
+
+    def make(family: str, **fields: Any) -> ModelConfig | None:
+        raw = SIZES | {"architectures": [NAMES[family]]} | fields
+        raw = {name: value for name, value in raw.items() if value is not ...}
+        (tmp_path / "config.json").write_text(json.dumps(raw), encoding="utf-8")
+        return ModelConfig.load_folder(tmp_path)
+
+    return make
