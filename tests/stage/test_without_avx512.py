@@ -26,6 +26,7 @@ FILES = (
 _REASONS = re.compile(r"avx512|AVX512|AVX-512|CUDA device")
 
 
+@pytest.mark.timeout(900)
 def test_kernels_pass_on_avx2(tmp_path: Path) -> None:
     if avx2_only():
         pytest.skip("MOLINK_CPU_ISA is set: all tests run this way")
@@ -39,7 +40,7 @@ def test_kernels_pass_on_avx2(tmp_path: Path) -> None:
         env={**kept, **AVX2_ONLY},
         capture_output=True,
         encoding="utf-8",
-        timeout=200,
+        timeout=880,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     skipped = [line for line in done.stdout.splitlines() if line.startswith("SKIPPED")]
