@@ -21,6 +21,7 @@ from molink.checkpoint.model_task import GENERATE, ModelTask, read_task
 from molink.checkpoint.multimodal import (
     FLAT_MODELS,
     TEXT_MODELS,
+    UNREAD_TOWER,
     extract_text_config,
     is_vision_listed,
 )
@@ -164,7 +165,7 @@ def _build_config(
         dtype=_parse_dtype(fields, fallback),
         eos_ids=tuple(dict.fromkeys(fields.get_integers("eos_token_id") + stops)),
         quantized=parse_quantized(raw, where),
-        is_multimodal=inner is not None,
+        is_multimodal=inner is not None or UNREAD_TOWER in outer,
         vision=vision,
         low_bit=parse_low_bit(raw, where),
         notes=notes + unseen,
@@ -177,6 +178,9 @@ def _parse_tower(
     outer: Mapping[str, Any], where: str, hidden: int, eps: float, rope: RopeConfig
 ) -> tuple[VisionConfig | None, tuple[str, ...]]:
     """Return the vision tower, and notes about one that is left out."""
+    unread = ConfigFields(outer, where).get_string(UNREAD_TOWER, "")
+    if unread:
+        return None, (f"{where}: images are not supported, as {unread}",)
     try:
         vision = parse_vision(outer, where, hidden, eps)
     except UnsupportedModel as error:

@@ -38,7 +38,7 @@ from molink.errors import (
 from molink.facts.layer_range import format_layers
 from molink.facts.model import LayerRange
 from molink.files import find_path_fault, resolve_inside, retry_while_busy
-from molink.gguf.gguf_file import find_first_splits
+from molink.gguf.gguf_file import find_first_splits, find_mmproj
 
 #: Weights and metadata; no pickles.
 FILE_PATTERNS = ("*.safetensors", "*.json", "*.jinja")
@@ -320,6 +320,8 @@ def query_repository(
 ) -> HubRepository:
     """Ask the hub about a model, or some ``files`` of it.
 
+    A GGUF file comes with that of its vision tower.
+
     Raises what the hub's library raises, and:
         BrokenModel: a file is missing, or a name, hash or size is not what a hub may give.
     """
@@ -331,10 +333,11 @@ def query_repository(
         repository, revision=commit, files_metadata=True
     )
     listed = [(str(one.rfilename), one) for one in info.siblings or ()]
+    tower = find_mmproj(files[0], (name for name, _ in listed)) if files else None
     found = tuple(
         _check_file(repository, name, one)
         for name, one in listed
-        if (name in files if files else _is_wanted(name))
+        if (name in files or name == tower if files else _is_wanted(name))
     )
     wanted = files or ("*.safetensors",)
     missing = [name for name in wanted if not any(fnmatch(one.name, name) for one in found)]

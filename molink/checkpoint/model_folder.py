@@ -32,6 +32,7 @@ from molink.facts.dtypes import WeightDType
 from molink.facts.layer_range import format_layers
 from molink.facts.model import ModelFacts
 from molink.files import find_path_fault
+from molink.gguf.ggml_types import packed_names
 
 #: Reads a tensor's bytes, locally or remotely; returns fewer only at the end of its file.
 ReadTensor = Callable[[TensorSpan], bytes]
@@ -189,7 +190,7 @@ def read_weight_map(path: Path) -> dict[str, str]:
 
 def _drop_unread(tensors: dict[str, TensorSpan], config: ModelConfig) -> dict[str, TensorSpan]:
     """Drop tensors that the vision tower doesn't need, such as an image classifier's head."""
-    known = vision_tensors(config)
+    known = {stored for name in vision_tensors(config) for stored in (name, *packed_names(name))}
     return {
         name: span
         for name, span in tensors.items()

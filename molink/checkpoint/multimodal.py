@@ -115,6 +115,9 @@ _VISION_PREFIXES = {
 _INNER_ADAPTER = re.compile(r".+\.lora_[AB]\.(?:vision|speech)\.weight")
 _ADAPTED_LAYER = ".base_layer."
 
+#: Field of an imported GGUF model's ``config.json``: why its vision tower was left out.
+UNREAD_TOWER = "unread_vision_tower"
+
 T = TypeVar("T")
 
 

@@ -232,6 +232,12 @@ _QWEN_NAMES = TowerNames(
 )
 
 
+def _qwen_names(inner: ConfigFields) -> TowerNames:
+    """Names of a Qwen's modules; llama.cpp may split queries, keys and values (``split_qkv``)."""
+    is_split = inner.get_boolean("split_qkv", False)
+    return replace(_QWEN_NAMES, heads=("q", "k", "v")) if is_split else _QWEN_NAMES
+
+
 def _qwen2_5(outer: ConfigFields, inner: ConfigFields, text: _TextShape) -> VisionConfig:
     """Qwen2.5-VL (arXiv 2502.13923, §2.1.1): windows in most layers."""
     width, side = (
@@ -271,7 +277,7 @@ def _qwen2_5(outer: ConfigFields, inner: ConfigFields, text: _TextShape) -> Visi
             mean=_CLIP_MEAN,
             std=_CLIP_STD,
         ),
-        names=_QWEN_NAMES,
+        names=_qwen_names(inner),
         gated=True,
         patch_biased=False,
         rope_theta=10000.0,
@@ -326,7 +332,9 @@ def _qwen3(outer: ConfigFields, inner: ConfigFields, text: _TextShape) -> Vision
             least_pixels=256 * 256,
             most_pixels=4096 * 4096,
         ),
-        names=replace(_QWEN_NAMES, positions="pos_embed", mlp=("mlp.linear_fc1", "mlp.linear_fc2")),
+        names=replace(
+            _qwen_names(inner), positions="pos_embed", mlp=("mlp.linear_fc1", "mlp.linear_fc2")
+        ),
         position_side=isqrt(inner.get_integer("num_position_embeddings", maximum=MAX_SIDE**2)),
         rope_theta=rope.get_positive("rope_theta", 10000.0),
         frames=inner.get_integer("temporal_patch_size", maximum=_MAX_PATCH),

@@ -13,6 +13,8 @@ from molink.gguf.metadata import GgufMetadata
 ROPE_FREQS, ROPE_LONG, ROPE_SHORT = (
     f"{name}.weight" for name in ("rope_freqs", "rope_factors_long", "rope_factors_short")
 )
+#: Architecture of the files with vision towers (mmproj).
+MMPROJ_ARCHITECTURE = "clip"
 _EMBEDDING_NAME = "token_embd.weight"
 #: llama.cpp's numbers of pooling types.
 _NOT_POOLED, _LAST_ROW = 0, 3
@@ -25,9 +27,23 @@ def build_config(file: GgufFile, read: ReadTensor, ends: tuple[int, ...]) -> dic
         UnsupportedModel: an architecture or feature is not implemented.
         BrokenModel: metadata are missing or invalid.
     """
+    named = check_architecture(file)
+    about = ArchMetadata(file, named, read)
+    return {**_base_config(about), **FAMILY_CONFIGS[named](about), "eos_token_id": list(ends)}
+
+
+def check_architecture(file: GgufFile) -> str:
+    """Return the architecture of the model in ``file``.
+
+    Raises:
+        UnsupportedModel: it is not implemented, or the file holds no model.
+    """
     named = file.metadata.get_string("general.architecture")
-    maker = FAMILY_CONFIGS.get(named)
-    if maker is None:
+    if named == MMPROJ_ARCHITECTURE:
+        raise UnsupportedModel(
+            f"{file.path} holds a vision tower (mmproj): name the model, which is another file"
+        )
+    if named not in FAMILY_CONFIGS:
         known = ", ".join(sorted(FAMILY_CONFIGS))
         raise UnsupportedModel(
             f"{file.path}: GGUF architecture {named[:80]!r} is not supported; supported are: "
@@ -36,8 +52,7 @@ def build_config(file: GgufFile, read: ReadTensor, ends: tuple[int, ...]) -> dic
     if file.metadata.get_string("general.type", "model") != "model":
         kind = file.metadata.get_string("general.type")
         raise UnsupportedModel(f"{file.path} holds {kind[:80]!r} (general.type), not a model")
-    about = ArchMetadata(file, named, read)
-    return {**_base_config(about), **maker(about), "eos_token_id": list(ends)}
+    return named
 
 
 def is_embedding_model(metadata: GgufMetadata) -> bool:
@@ -134,6 +149,19 @@ def _find_dtype(tensors: Mapping[str, GgufTensor]) -> str:
 
 
 def _rope_config(about: ArchMetadata, context: int) -> dict[str, Any]:
+    made = _scaled_rope_config(about, context)
+    key = about.full_key("rope.dimension_sections")
+    if key in about.metadata:
+        # Pairs of an image's position, row and column; the fourth is 0.
+        sections = about.metadata.get_integers(key, 4)
+        if sections[3]:
+            raise UnsupportedModel(f"{about.metadata.where}: a fourth section of {key}")
+        scaling = made.get("rope_scaling", {"rope_type": "default"})
+        made["rope_scaling"] = {**scaling, "mrope_section": sections[:3]}
+    return made
+
+
+def _scaled_rope_config(about: ArchMetadata, context: int) -> dict[str, Any]:
     made: dict[str, Any] = {"rope_theta": about.get_number("rope.freq_base", 10_000.0)}
     original = about.get_integer("rope.scaling.original_context_length", context)
     scaling: dict[str, Any] = {"rope_type": "longrope"}

@@ -244,6 +244,13 @@ def _qwen2_moe_config(about: ArchMetadata) -> dict[str, Any]:
     }
 
 
+def _qwen3_vl_config(about: ArchMetadata) -> dict[str, Any]:
+    """Qwen3-VL, dense or with experts; its vision tower is another file."""
+    plain = {"architectures": ["Qwen3ForCausalLM"]}
+    made = _qwen3_moe_config(about) if about.has_key("expert_count") else plain
+    return {**made, "deepstack_layers": about.get_count("n_deepstack_layers")}
+
+
 def _qwen3_moe_config(about: ArchMetadata) -> dict[str, Any]:
     return {"architectures": ["Qwen3MoeForCausalLM"], **_qwen_experts(about)}
 
@@ -555,8 +562,11 @@ FAMILY_CONFIGS: dict[str, Callable[[ArchMetadata], dict[str, Any]]] = {
     "hunyuan-moe": _hunyuan_moe_config,
     "qwen2moe": _qwen2_moe_config,
     "qwen2": _plain_config("Qwen2ForCausalLM"),
+    "qwen2vl": _plain_config("Qwen2ForCausalLM"),
     "qwen3": _plain_config("Qwen3ForCausalLM"),
+    "qwen3vl": _qwen3_vl_config,
     "qwen3moe": _qwen3_moe_config,
+    "qwen3vlmoe": _qwen3_vl_config,
     "qwen3next": _qwen3_next_config,
     "lfm2": _lfm2_config,
     "lfm2moe": _lfm2_moe_config,

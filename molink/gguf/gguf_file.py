@@ -63,8 +63,8 @@ class GgufFile:
     split_paths: tuple[Path, ...]
 
 
-def read_gguf(path: Path) -> GgufFile:
-    """Parse a GGUF file. Blocking.
+def read_gguf(path: Path, split: int = 0) -> GgufFile:
+    """Parse a GGUF file, which has number ``split`` among those of a model. Blocking.
 
     Raises:
         BrokenModel: it is truncated, inconsistent, or not a GGUF file.
@@ -78,12 +78,12 @@ def read_gguf(path: Path) -> GgufFile:
             if size < 24:
                 raise BrokenModel(f"{path}: truncated: {size} bytes are not a GGUF file")
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                return _parse_gguf(path, data, size)
+                return _parse_gguf(path, data, size, split)
     except OSError as error:
         raise BrokenModel(f"{path}: can't be read: {error.strerror or error}") from error
 
 
-def _parse_gguf(path: Path, data: mmap.mmap, size: int) -> GgufFile:
+def _parse_gguf(path: Path, data: mmap.mmap, size: int, split: int) -> GgufFile:
     read = _HeaderReader(path, data, min(size, MAX_HEADER_BYTES), size)
     _check_version(path, read)
     tensors, keys = (
@@ -104,7 +104,9 @@ def _parse_gguf(path: Path, data: mmap.mmap, size: int) -> GgufFile:
     if alignment & (alignment - 1):
         raise BrokenModel(f"{path}: general.alignment {alignment} is not a power of two")
     base = -(-read.at // alignment) * alignment
-    return GgufFile(path, metadata, _place_tensors(path, found, base, alignment, size), (path,))
+    placed = _place_tensors(path, found, base, alignment, size)
+    numbered = {name: replace(tensor, split=split) for name, tensor in placed.items()}
+    return GgufFile(path, metadata, numbered, (path,))
 
 
 def _check_version(path: Path, read: "_HeaderReader") -> None:
@@ -271,6 +273,10 @@ def _place_tensors(
 
 
 _SPLIT_PATTERN = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\.gguf)", re.IGNORECASE)
+#: Marks the names of vision towers' files, which may end with a type; the best comes first.
+_MMPROJ_PATTERN = re.compile(r"[-._]?mmproj[-._]?", re.IGNORECASE)
+_KINDS = ("bf16", "f16", "f32", "q8_0")
+_KIND_PATTERN = re.compile(rf"(?:^|[-._])({'|'.join(_KINDS)})$", re.IGNORECASE)
 _NUMBER, _COUNT, _TENSORS = "split.no", "split.count", "split.tensors.count"
 
 
@@ -291,8 +297,33 @@ def split_names(file: str) -> tuple[str, ...]:
 
 def find_first_splits(names: Iterable[str]) -> list[str]:
     """Return each model's first file among GGUF files ``names``, without ``mmproj`` (vision)."""
-    models = [name for name in names if not name.rpartition("/")[2].startswith("mmproj")]
+    models = [name for name in names if not _is_mmproj(name)]
     return [*dict.fromkeys(split_names(name)[0] for name in sorted(models))]
+
+
+def find_mmproj(model: str, names: Iterable[str]) -> str | None:
+    """Return the name of the vision tower's file of the GGUF file ``model`` among ``names``.
+
+    It lies in the same folder and has the model's name or none (``mmproj-F16.gguf``), unless the
+    folder has no other model. Of several, bf16 comes before f16, f32 and 8 bits.
+    """
+    folder, _, file = model.rpartition("/")
+    ggufs = [name for name in names if name.lower().endswith(".gguf")]
+    beside = [name for name in ggufs if name.rpartition("/")[0] == folder]
+    is_only = len(find_first_splits(beside)) == 1
+    found = []
+    for name in filter(_is_mmproj, beside):
+        stem = _MMPROJ_PATTERN.sub("-", Path(name).stem).strip("-")
+        kind = _KIND_PATTERN.search(stem)
+        of = stem[: kind.start()] if kind else stem
+        is_own = of not in ("", "model") and file.lower().startswith(of.lower())
+        if is_own or is_only or of in ("", "model"):
+            found.append((not is_own, _KINDS.index(kind[1].lower()) if kind else 0, name))
+    return min(found)[2] if found else None
+
+
+def _is_mmproj(name: str) -> bool:
+    return _MMPROJ_PATTERN.search(name.rpartition("/")[2]) is not None
 
 
 def find_splits(path: Path) -> tuple[Path, ...]:
@@ -320,7 +351,7 @@ def read_split_gguf(path: Path) -> GgufFile:
         UnsupportedModel: a version or element type is not implemented.
     """
     paths = find_splits(path)
-    files = [read_gguf(part) for part in paths]
+    files = [read_gguf(part, index) for index, part in enumerate(paths)]
     first, count = files[0], len(files)
     for index, file in enumerate(files):
         _check_split(file, index, count)
@@ -328,12 +359,12 @@ def read_split_gguf(path: Path) -> GgufFile:
     if count == 1:
         return first
     tensors: dict[str, GgufTensor] = {}
-    for index, file in enumerate(files):
+    for file in files:
         for tensor in file.tensors.values():
             if tensor.name in tensors:
                 other = paths[tensors[tensor.name].split].name
                 raise BrokenModel(f"{file.path}: tensor {tensor.name} is in {other} too")
-            tensors[tensor.name] = replace(tensor, split=index)
+            tensors[tensor.name] = tensor
     wanted = first.metadata.get_integer(_TENSORS, maximum=MAX_TENSORS)
     if len(tensors) != wanted:
         raise BrokenModel(

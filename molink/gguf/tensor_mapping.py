@@ -260,8 +260,8 @@ class MappedTensor:
 
     ``dtype`` is the safetensors name; weights in blocks are ``U8``, with the block type in
     ``name``. With ``permuted_heads`` each head's rows are reordered from pairs to halves.
-    ``subtract`` is subtracted from each number. With ``paired`` (a file number and an offset) half
-    of the bytes come from there, and rows of both sources alternate.
+    ``subtract`` is subtracted from each number. With ``paired`` (a file number, an offset and a
+    number of rows) half of the bytes come from there, and rows of both sources alternate.
     """
 
     name: str
@@ -272,7 +272,7 @@ class MappedTensor:
     permuted_heads: int = 0
     subtract: float = 0.0
     split: int = 0
-    paired: tuple[int, int] | None = None
+    paired: tuple[int, int, int] | None = None
 
 
 def map_tensors(file: GgufFile, config: dict[str, Any]) -> Iterator[MappedTensor]:
@@ -288,7 +288,7 @@ def map_tensors(file: GgufFile, config: dict[str, Any]) -> Iterator[MappedTensor
         if tensor.name in _CONSTANTS:
             continue
         if tensor.name in _MODEL_TENSORS:
-            yield _make_tensor(
+            yield map_tensor(
                 _MODEL_TENSORS[tensor.name], tensor, where, less=_norm_offset(family, tensor.name)
             )
             continue
@@ -296,7 +296,7 @@ def map_tensors(file: GgufFile, config: dict[str, Any]) -> Iterator[MappedTensor
         other = _OTHER_NAMES.get(family, {}).get(match[2]) if match else None
         if match is not None and other is not None:
             flat = _reshape_tensor(tensor, match[2])
-            yield _make_tensor(f"model.layers.{match[1]}.{other}", flat, where)
+            yield map_tensor(f"model.layers.{match[1]}.{other}", flat, where)
             continue
         module, _, kind = match[2].rpartition(".") if match else ("", "", "")
         if match is None or kind not in ("weight", "bias"):
@@ -332,7 +332,7 @@ def _map_layer_tensor(
     if (module, kind) == (_CORRECTION, "bias") and family in _CORRECTION_NAMES:
         if family == "Ernie4_5_Moe":
             tensor = replace(tensor, shape=(1, *tensor.shape))
-        yield _make_tensor(f"{prefix}{_CORRECTION_NAMES[family]}", tensor, where)
+        yield map_tensor(f"{prefix}{_CORRECTION_NAMES[family]}", tensor, where)
         return
     modules = _FAMILY_MODULES.get(family, _MODULES)
     if family in _MTP_FAMILIES:
@@ -348,7 +348,7 @@ def _map_layer_tensor(
                 f"{where}: {tensor.shape[0]} rows can't be divided into {heads} heads"
             )
     less = _norm_offset(family, module)
-    yield _make_tensor(f"{prefix}{ours}.{kind}", tensor, where, heads=heads, less=less)
+    yield map_tensor(f"{prefix}{ours}.{kind}", tensor, where, heads=heads, less=less)
 
 
 def _reshape_tensor(tensor: GgufTensor, module: str) -> GgufTensor:
@@ -391,13 +391,13 @@ def _map_experts(
     for index in range(count):
         begin = tensor.offset + index * nbytes
         one = replace(tensor, shape=tuple(shape), offset=begin, nbytes=nbytes)
-        made = _make_tensor(named.format(index), one, where)
+        made = map_tensor(named.format(index), one, where)
         if paired is not None:
             made = replace(
                 made,
                 shape=(2 * made.shape[0], *made.shape[1:]),
                 nbytes=2 * nbytes,
-                paired=(paired.split, paired.offset + index * nbytes),
+                paired=(paired.split, paired.offset + index * nbytes, made.shape[0]),
             )
         yield made
 
@@ -409,9 +409,14 @@ def _norm_offset(family: str, name: str) -> float:
     return float(has_offset and name.endswith("norm") and name != "ssm_norm")
 
 
-def _make_tensor(
+def map_tensor(
     name: str, tensor: GgufTensor, where: str, *, heads: int = 0, less: float = 0.0
 ) -> MappedTensor:
+    """Map a tensor to ``name``, with :class:`MappedTensor`'s ``permuted_heads`` and ``subtract``.
+
+    Raises:
+        UnsupportedModel: its type is not supported there.
+    """
     kind, shape, dtype = tensor.ggml_type, tensor.shape, tensor.ggml_type.safetensors_dtype
     if less and kind.name != "f32":
         raise UnsupportedModel(f"{where}: norms are read as f32 only, not as {kind.name}")

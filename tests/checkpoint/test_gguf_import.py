@@ -233,7 +233,11 @@ def test_found_by_name(whole: Path, tmp_path: Path) -> None:
     beside = tmp_path / "mine"
     beside.mkdir()
     (beside / "a.gguf").write_bytes(whole.read_bytes())
-    (beside / "mmproj-a.gguf").write_bytes(b"images")
+    tower = beside / "mmproj-a.gguf"
+    tower.write_bytes(b"images")
+    with pytest.raises(BrokenModel, match=r"mmproj-a\.gguf: truncated"):
+        find_model(str(beside), unpack_into=into)
+    tower.unlink()
     assert find_model(str(beside), unpack_into=into).name == "mine"
     (beside / "b.gguf").write_bytes(b"another")
     with pytest.raises(ModelError, match=r"2 GGUF files \(a.gguf, b.gguf\): name one"):

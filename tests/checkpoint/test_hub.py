@@ -98,6 +98,20 @@ def test_a_repository_with_one_gguf_file(
     assert find_model(REPOSITORY, unpack_into=tmp_path).path == found.path
 
 
+def test_a_vision_tower_comes_with_its_model(
+    served: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ("m-Q4_0.gguf", "n-Q4_0.gguf", "mmproj-m-F16.gguf", "mmproj-m-BF16.gguf")
+    for name in names:
+        (served.folder / name).write_bytes(b"GGUF" + name.encode())
+    monkeypatch.setattr(source, "import_gguf", lambda file, *_: file)
+    found = find_model(f"{REPOSITORY}/{names[0]}", Count(), unpack_into=tmp_path)
+    assert found.path.name == names[0]
+    asked = {file for file, _ in served.asked if file.endswith(".gguf")}
+    assert asked == {names[0], "mmproj-m-BF16.gguf"}
+    assert found.path.with_name("mmproj-m-BF16.gguf").read_bytes() == b"GGUFmmproj-m-BF16.gguf"
+
+
 def test_all_parts_of_a_model_are_fetched(
     served: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

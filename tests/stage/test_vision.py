@@ -5,59 +5,35 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from molink.checkpoint.config import ModelConfig
 from molink.checkpoint.model_folder import ModelFolder
 from molink.errors import UsageError
 from tests.support.low_bit_models import write_low_bit
 from tests.support.models import MakeModel
 from tests.support.sight import (
+    PROMPT_TEXT,
     SeeingRing,
+    SeenModel,
     SeenPrompt,
-    answer_reference,
     make_picture,
     make_seeing,
 )
-from tests.support.stage import BLOCK_SIZE, Reference
 
 FAMILIES = ("smolvlm", "mistral3", "gemma3", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5")
-TEXT = "What is the difference between @ and @, please?"
-
-
-class Seen:
-    """A model, a prompt with two images, and transformers' answer to it."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        #: Fewest layers of the first stage.
-        self.first = ModelConfig.load_folder(folder).first_layers
-        pictures = [make_picture(40, 24, 1), make_picture(20, 50, 2)]
-        self.prompt = SeenPrompt.from_text(folder, TEXT, pictures)
-        self.blocks = list(range(1, -(-(len(self.prompt.ids) + 32) // BLOCK_SIZE) + 1))
-        self.logits = self._compute_logits()
-        self.answer = answer_reference(folder, self.prompt, 32)
-
-    @torch.inference_mode()
-    def _compute_logits(self) -> Tensor:
-        model, prompt = Reference(self.folder).model, self.prompt
-        ids = torch.tensor([prompt.reference_ids])
-        logits: Tensor = model(ids, **prompt.reference_inputs).logits[0]
-        return logits
 
 
 @pytest.fixture(params=FAMILIES, scope="module")
 def seen(
     request: pytest.FixtureRequest, make_model: MakeModel, tmp_path_factory: pytest.TempPathFactory
-) -> Seen:
+) -> SeenModel:
     """A multimodal model, with a prompt."""
     folder = tmp_path_factory.mktemp("seen") / "model"
-    return Seen(make_seeing(make_model, folder, request.param))
+    return SeenModel(make_seeing(make_model, folder, request.param))
 
 
 @pytest.mark.parametrize("splits", [(), (1,), (1, 2)], ids=["whole", "two stages", "three stages"])
 @pytest.mark.parametrize("chunk", [1024, 7])
-def test_a_prompt_with_images(seen: Seen, splits: tuple[int, ...], chunk: int) -> None:
+def test_a_prompt_with_images(seen: SeenModel, splits: tuple[int, ...], chunk: int) -> None:
     ring = SeeingRing(seen.folder, tuple(split + seen.first - 1 for split in splits))
     logits = ring.run_prompt(seen.prompt, seen.blocks, chunk)
     torch.testing.assert_close(logits, seen.logits, rtol=0, atol=1e-4)
@@ -65,7 +41,7 @@ def test_a_prompt_with_images(seen: Seen, splits: tuple[int, ...], chunk: int) -
 
 
 @pytest.mark.parametrize("seen", [one for one in FAMILIES if one != "qwen3_5"], indirect=True)
-def test_a_prompt_whose_beginning_is_cached(seen: Seen) -> None:
+def test_a_prompt_whose_beginning_is_cached(seen: SeenModel) -> None:
     ring, spans = SeeingRing(seen.folder), [image.span for image in seen.prompt.images]
     ring.run_prompt(seen.prompt, seen.blocks)
     starts = (spans[0].start, spans[0].start + 2, spans[0].end, len(seen.prompt.ids) - 1)
@@ -87,7 +63,7 @@ def test_a_quantized_decoder_beside_its_tower(
     folder = make_seeing(make_model, tmp_path / "model", family)
     section = section | {"modules_to_not_convert": ["lm_head", "visual"]}
     stored = write_low_bit(folder, tmp_path / "stored", tmp_path / "exact", section)
-    seen = Seen(tmp_path / "exact")
+    seen = SeenModel(tmp_path / "exact")
     ring = SeeingRing(stored, avoid=("compiled-linear",))
     logits = ring.run_prompt(seen.prompt, seen.blocks)
     torch.testing.assert_close(logits, seen.logits, rtol=0, atol=1e-4)
@@ -97,16 +73,16 @@ def test_a_quantized_decoder_beside_its_tower(
 @pytest.mark.parametrize("seen", ["qwen3_vl"], indirect=True)
 @pytest.mark.parametrize("layers", [(0, 1), (1, 4)])
 def test_one_stage_has_all_layers_that_add_rows_of_images(
-    seen: Seen, layers: tuple[int, int]
+    seen: SeenModel, layers: tuple[int, int]
 ) -> None:
     assert seen.first == 2
     with pytest.raises(UsageError, match="cut layers 1-2, which one stage must hold"):
         ModelFolder.open(seen.folder, layers)
 
 
-def test_other_pixels_have_other_ids(seen: Seen) -> None:
+def test_other_pixels_have_other_ids(seen: SeenModel) -> None:
     pictures = [make_picture(40, 24, 1), make_picture(20, 50, 3)]
-    other = SeenPrompt.from_text(seen.folder, TEXT, pictures)
+    other = SeenPrompt.from_text(seen.folder, PROMPT_TEXT, pictures)
     differing = [
         position
         for position, (one, two) in enumerate(zip(seen.prompt.ids, other.ids, strict=True))

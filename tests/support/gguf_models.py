@@ -94,17 +94,17 @@ def write_gguf(
     if family == "nemotron_h" and "moe" in config["layers_block_type"]:
         name = "nemotron_h_moe"
     writer = gguf.GGUFWriter(path, name, split_max_tensors=part)
-    stored = _tensors(folder)
+    stored = load_tensors(folder)
     values = _cut_latents(_cut_stacks(stored), config)
     if name in _DELTA_RULE:
         values = _cut_grouped_rows(values, config)
     blocks = _count_layers(values)
     for key, value in _metadata(config, name, blocks).items():
-        _add(writer, key, value)
+        add_value(writer, key, value)
     _add_tokenizer(writer, folder)
     for key, value in (metadata or {}).items():
         writer.kv_data[0].pop(key, None)
-        _add(writer, key, value)
+        add_value(writer, key, value)
     if divisors:
         writer.add_tensor("rope_freqs.weight", np.array(divisors, np.float32))
     exact_values = dict(values)
@@ -141,7 +141,7 @@ def _add_tensor(
         writer.add_tensor(theirs, data, raw_dtype=kind)
 
 
-def _tensors(folder: Path) -> dict[str, Any]:
+def load_tensors(folder: Path) -> dict[str, Any]:
     from safetensors.numpy import load_file
 
     found: dict[str, Any] = {}
@@ -620,7 +620,7 @@ def _pattern(config: Mapping[str, Any]) -> list[bool] | None:
     return types and [kind == "sliding_attention" for kind in types]
 
 
-def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+def add_value(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
     if isinstance(value, bool):
         writer.add_bool(key, value)
     elif isinstance(value, int):

@@ -23,7 +23,7 @@ from molink.images.prompt import encode_prompt
 from molink.stage.batch import ImageRows, SequenceRows, StageInput
 from molink.text.tokenizer import Tokenizer
 from tests.support.models import MakeModel
-from tests.support.stage import Reference, Ring
+from tests.support.stage import BLOCK_SIZE, Reference, Ring
 
 #: Tokens of images; the first stands for their rows.
 TOKENS: dict[str, tuple[str, ...]] = {
@@ -117,6 +117,8 @@ PREPROCESSORS: dict[str, dict[str, Any]] = {
     "qwen3_vl_moe": {"size": {"shortest_edge": 16 * 16, "longest_edge": 40 * 40}},
     "qwen3_5": {"size": {"shortest_edge": 16 * 16, "longest_edge": 40 * 40}},
 }
+#: A prompt that shows two images.
+PROMPT_TEXT = "What is the difference between @ and @, please?"
 _TEMPLATE = (
     "{%% for message in messages %%}<|im_start|>{{ message['role'] }}\n"
     "{%% for part in message['content'] %%}{%% if part['type'] == 'image' %%}%s"
@@ -249,6 +251,27 @@ def answer_reference(
     )
     tokens: list[int] = answer[0, ids.shape[1] :].tolist()
     return tokens
+
+
+class SeenModel:
+    """A model that sees, a prompt with two images, and transformers' answer to it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        #: Fewest layers of the first stage.
+        self.first = ModelConfig.load_folder(folder).first_layers
+        pictures = [make_picture(40, 24, 1), make_picture(20, 50, 2)]
+        self.prompt = SeenPrompt.from_text(folder, PROMPT_TEXT, pictures)
+        self.blocks = list(range(1, -(-(len(self.prompt.ids) + 32) // BLOCK_SIZE) + 1))
+        self.logits = self._compute_logits()
+        self.answer = answer_reference(folder, self.prompt, 32)
+
+    @torch.inference_mode()
+    def _compute_logits(self) -> Tensor:
+        model, prompt = Reference(self.folder).model, self.prompt
+        ids = torch.tensor([prompt.reference_ids])
+        logits: Tensor = model(ids, **prompt.reference_inputs).logits[0]
+        return logits
 
 
 class SeeingRing(Ring):
