@@ -116,6 +116,21 @@ def test_open_webui(url: str, answer: str) -> None:
         assert client.post("/api/chat", json=asked | options).json()["message"]["content"] == answer
 
 
+def test_lm_studio(url: str, answer: str) -> None:
+    """LM Studio's REST API as documented: its own client libraries don't speak it."""
+    asked = {"model": NAME, "messages": QUESTION, "max_tokens": -1, "temperature": 0}
+    with httpx.Client(base_url=url, timeout=60) as client:
+        (model,) = client.get("/api/v1/models").json()["models"]
+        assert (model["key"], [one["id"] for one in model["loaded_instances"]]) == (NAME, [NAME])
+        assert client.get(f"/api/v0/models/{NAME}").json()["state"] == "loaded"
+        chat = client.post("/api/v0/chat/completions", json=asked).json()
+        assert chat["choices"][0]["message"]["content"] == answer
+        assert (chat["stats"]["stop_reason"], chat["stats"]["tokens_per_second"] > 0) == (
+            "eosFound",
+            True,
+        )
+
+
 def test_the_owners_token(demo: Process, of_ollama: ollama.Client) -> None:
     """From the endpoint's thread through the daemon to the coordinator."""
     with owner_client(demo.found().home) as owner:

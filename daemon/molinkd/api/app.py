@@ -90,13 +90,15 @@ def create_app(
         patience = settings.stall_timeout_s
         app.add_routes(PullRoute(administration, bodies, catalog, patience).routes)
         app.add_routes(OwnerRoutes(backend, administration, bodies, patience).routes)
+    openai = OpenAIRoutes(backend, bodies, catalog, generator)
+    embeddings = EmbeddingRoutes(bodies, catalog, pooler)
     for table in (
-        OpenAIRoutes(backend, bodies, catalog, generator).routes,
+        openai.routes,
         _StatusRoutes(backend, recorder).routes,
-        EmbeddingRoutes(bodies, catalog, pooler).routes,
+        embeddings.routes,
         RerankRoutes(bodies, catalog, pooler).routes,
         OllamaRoutes(backend, bodies, catalog, generator).routes,
-        LMStudioRoutes(backend, catalog).routes,
+        LMStudioRoutes(backend, catalog, openai, embeddings).routes,
         ResponseRoutes(bodies, generator).routes,
         MessageRoutes(bodies, generator).routes,
         OpenAPIRoute().routes,

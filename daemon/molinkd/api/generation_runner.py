@@ -7,7 +7,7 @@ from molink.errors import DeadlineExceeded, WorkerError
 from molink.swarm.frontend.generated_token import GeneratedToken
 from molinkd.api.backend import Backend
 from molinkd.api.metrics import RequestRecorder
-from molinkd.api.output_processor import OutputProcessor, TextPiece
+from molinkd.api.output_processor import AnswerFinish, OutputProcessor, TextPiece
 from molinkd.api.request_plan import ChoicePlan, RequestPlan
 
 #: Called with the index of a choice and the piece added to it.
@@ -34,6 +34,9 @@ class Usage:
         self._cached: dict[int, int] = {}
         #: Mean logprob of each choice.
         self.scores: dict[int, float] = {}
+        #: Why the last answer ended, and whether a stop string did it.
+        self.finish: AnswerFinish | None = None
+        self.is_stop_string = False
 
     @property
     def reasoning_tokens(self) -> int:
@@ -64,6 +67,7 @@ class Usage:
         """Add a finished answer. A prompt with ``n`` answers is counted once."""
         self.completion_tokens += text.tokens
         self.scores[choice.index] = text.score
+        self.finish, self.is_stop_string = text.finish, text.is_stop_string
         self._reasoning_tokens += text.reasoning_tokens
         cached = min(text.cached_tokens, self._cached.get(choice.prompt_index, text.cached_tokens))
         self._cached[choice.prompt_index] = cached

@@ -28,8 +28,8 @@ from molinkd.api.responses.schema import ResponseRequest
 
 #: The body of each ``POST`` route.
 REQUEST_BODIES: dict[str, type[msgspec.Struct]] = {
-    "/v1/chat/completions": ChatBody,
-    "/v1/completions": CompletionBody,
+    **dict.fromkeys(("/v1/chat/completions", "/api/v0/chat/completions"), ChatBody),
+    **dict.fromkeys(("/v1/completions", "/api/v0/completions"), CompletionBody),
     "/v1/responses": ResponseRequest,
     "/v1/messages": MessageRequest,
     "/v1/messages/count_tokens": CountTokensRequest,
@@ -42,7 +42,7 @@ REQUEST_BODIES: dict[str, type[msgspec.Struct]] = {
     "/swarm/drain": DrainBody,
     "/swarm/serve": ModelBody,
     "/swarm/stop": ModelBody,
-    "/v1/embeddings": EmbeddingBody,
+    **dict.fromkeys(("/v1/embeddings", "/api/v0/embeddings"), EmbeddingBody),
     "/api/embed": OllamaEmbedBody,
     "/api/embeddings": OllamaEmbeddingsBody,
     **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), RerankBody),

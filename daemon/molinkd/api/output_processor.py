@@ -73,6 +73,8 @@ class OutputProcessor:
         self.reasoning_tokens = 0
         self.cached_tokens = 0
         self._total_logprob = 0.0
+        #: Why the text ended, once it has.
+        self.finish: AnswerFinish | None = None
 
     def process_token(self, token: GeneratedToken) -> TextPiece | None:
         """Process a token; ``None`` if there is nothing to emit. Not called after the end."""
@@ -100,6 +102,11 @@ class OutputProcessor:
     def cut_off(self) -> TextPiece | None:
         """End the answer early with finish reason ``length``."""
         return self._finish_text("length")
+
+    @property
+    def is_stop_string(self) -> bool:
+        """Whether a stop string ended the text."""
+        return self._stops.matched is not None
 
     @property
     def score(self) -> float:
@@ -130,6 +137,7 @@ class OutputProcessor:
         """Make a piece of ``text``; ``None`` if the parser holds it back."""
         self._emitted_chars += len(text)
         parts, ended = self._parse_parts(text, finish)
+        self.finish = ended
         if self._parser is not None and not parts and ended is None:
             return None
         logprobs: Sequence[TokenLogprob] = ()

@@ -52,19 +52,6 @@ def test_sampling_defaults_are_shown_as_parameters(ask: ollama.Client, model_fol
         path.unlink()
 
 
-async def test_models_of_lm_studio(client: TestClient, backend: FakeBackend) -> None:
-    backend.quantization = "Q4_K"
-    listed = (await (await client.get("/api/v0/models")).json())["data"]
-    one = await (await client.get("/api/v0/models/tiny")).json()
-    assert listed == [one]
-    assert (one["id"], one["type"], one["state"]) == ("tiny", "llm", "loaded")
-    assert (one["quantization"], one["loaded_context_length"]) == ("Q4_K", CONTEXT)
-    backend.ready_now = False
-    one = await (await client.get("/api/v0/models/tiny")).json()
-    assert one["state"] == "not-loaded"
-    assert (await client.get("/api/v0/models/none")).status == 404
-
-
 def test_chat(ask: ollama.Client, backend: FakeBackend) -> None:
     options = {
         "num_predict": 7,

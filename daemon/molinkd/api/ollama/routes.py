@@ -186,13 +186,13 @@ async def _model_json(model: ServedModel) -> dict[str, Any]:
             "format": "safetensors",
             "family": family,
             "families": [family],
-            "parameter_size": _format_count(model.parameters),
+            "parameter_size": format_count(model.parameters),
             "quantization_level": _PLAIN_FORM.sub(r"\1", model.quantization).upper(),
         },
     }
 
 
-def _format_count(parameters: int) -> str:
+def format_count(parameters: int) -> str:
     """Format a number of parameters as Ollama does: ``5.2M``, ``8.2B``; empty if unknown."""
     if not parameters:
         return ""

@@ -116,7 +116,7 @@ class _OpenAIEncoder:
     _text_field: ClassVar[bytes]
 
     def __init__(self, plan: RequestPlan, with_usage: bool = False) -> None:
-        self._tokenizer = plan.loaded_model.tokenizer
+        self._model, self._tokenizer = plan.loaded_model.model, plan.loaded_model.tokenizer
         self._num_logprobs = plan.logprobs
         self._response_head = _make_response_head(self._id_prefix, self._object, plan)
         self._event_head = _make_event_head(self._id_prefix, self._chunk, plan)
@@ -136,12 +136,15 @@ class _OpenAIEncoder:
         """Encode the usage chunk if requested, then the end marker."""
         if not self._with_usage:
             return DONE
-        figures = {"choices": [], "usage": usage.as_json(), "timings": usage.to_timings()}
-        return self._event_head + json.encode(figures)[1:] + b"\n\n" + DONE
+        event = {"choices": [], **self._figures(usage)}
+        return self._event_head + json.encode(event)[1:] + b"\n\n" + DONE
 
     def _encode_object(self, choices: list[dict[str, Any]], usage: Usage) -> bytes:
-        figures = {"usage": usage.as_json(), "timings": usage.to_timings()}
-        return json.encode({**self._response_head, "choices": choices, **figures})
+        return json.encode({**self._response_head, "choices": choices, **self._figures(usage)})
+
+    def _figures(self, usage: Usage) -> dict[str, object]:
+        """Return the counts and times that go with an answer."""
+        return {"usage": usage.as_json(), "timings": usage.to_timings()}
 
     def encode_error(self, problem: Problem) -> bytes:
         """Encode the error envelope as an event."""

@@ -65,18 +65,19 @@ class OpenAIRoutes:
 
     async def create_chat_completion(self, request: web.Request) -> web.StreamResponse:
         """``POST /v1/chat/completions``."""
-        return await self._handle_generation(request, ChatBody, ChatEncoder)
+        return await self.handle_generation(request, ChatBody, ChatEncoder)
 
     async def create_completion(self, request: web.Request) -> web.StreamResponse:
         """``POST /v1/completions``."""
-        return await self._handle_generation(request, CompletionBody, CompletionEncoder)
+        return await self.handle_generation(request, CompletionBody, CompletionEncoder)
 
-    async def _handle_generation(
+    async def handle_generation(
         self,
         request: web.Request,
         kind: type[GenerationBody],
         encoder: Callable[[RequestPlan, bool], ResponseEncoder],
     ) -> web.StreamResponse:
+        """Answer a body of ``kind``, in the format of ``encoder``."""
         body = await self.body_reader.decode_request(request, kind)
         stream = bool(body.stream)
 
