@@ -81,7 +81,7 @@ is_new_enough() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/
 
 find_python() {
   local candidate version found='' hint
-  hint="install one (Debian, Ubuntu: sudo apt install python3 python3-venv; macOS is not supported),"
+  hint="install one (Debian, Ubuntu: sudo apt install python3 python3-venv; macOS: brew install python),"
   if [ -n "$python" ]; then
     version=$(version_of "$python")
     [ -n "$version" ] || die "--python $python: not a Python interpreter"
@@ -233,6 +233,14 @@ except OSError as error:
     die "$1 can't be fetched" "is the network there, and HTTPS_PROXY set if it needs one?"
 }
 
+check_hashes() {
+  if command -v sha256sum >/dev/null; then
+    sha256sum --check --quiet
+  else # older versions of macOS
+    shasum -a 256 --check >/dev/null
+  fi
+}
+
 # Nothing is installed before all of it is here with the right hashes.
 install_release() {
   local wheel pattern='molink-[0-9][0-9.]*-py3-none-any\.whl'
@@ -249,7 +257,7 @@ install_release() {
     [ -n "$wheel" ] || die "$releases/SHA256SUMS names no wheel of molink"
     fetch "$wheel"
     fetch requirements.txt
-    (cd download && grep -E "  ($pattern|requirements\.txt)\$" SHA256SUMS | sha256sum --check --quiet) ||
+    (cd download && grep -E "  ($pattern|requirements\.txt)\$" SHA256SUMS | check_hashes) ||
       die "the files of $releases don't have the hashes that SHA256SUMS says" "run this again later"
     say "Installing molink and what it needs"
     pip_install "installing molink" --require-hashes --no-deps -r download/requirements.txt
@@ -313,11 +321,18 @@ run_checks() {
   check "pytest" -m pytest --color=no -n logical --maxprocesses 4 --dist loadfile
 }
 
+# torch has no build for Intel Macs, bitsandbytes none for older systems.
+check_mac() {
+  [ "$(uname -m)" = arm64 ] || die "molink needs a Mac with Apple silicon"
+  [ "$(sw_vers -productVersion | cut -d. -f1)" -ge 14 ] || die "molink needs macOS 14 or newer"
+  echo "Nobody has run molink on macOS yet; here it computes on the CPU alone."
+}
+
 main() {
   parse "$@"
   case $(uname -s) in
     MINGW* | MSYS* | CYGWIN*) die "on Windows run install.ps1 in PowerShell" ;;
-    Darwin) die "macOS is not supported: the packages are locked for Linux and Windows" ;;
+    Darwin) check_mac ;;
   esac
   local explicit=$flavour clone=''
   [ -z "$SCRIPT" ] || clone=$(CDPATH='' cd "$(dirname "$SCRIPT")" && pwd)

@@ -117,12 +117,20 @@ def test_both_installers_have_the_same_options_and_checks() -> None:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="a shell script")
 @pytest.mark.parametrize(
-    ("system", "says"),
-    [("Darwin", "macOS is not supported"), ("MINGW64_NT", "run install.ps1 in PowerShell")],
+    ("system", "machine", "says"),
+    [
+        ("Darwin", "x86_64", "needs a Mac with Apple silicon"),
+        ("Darwin", "arm64", "needs macOS 14 or newer"),
+        ("MINGW64_NT", "x86_64", "run install.ps1 in PowerShell"),
+    ],
 )
-def test_other_systems_are_refused_at_once(tmp_path: Path, system: str, says: str) -> None:
-    (tmp_path / "uname").write_text(f"#!/bin/sh\necho {system}\n", encoding="utf-8")
-    (tmp_path / "uname").chmod(0o755)
+def test_other_systems_are_refused_at_once(
+    tmp_path: Path, system: str, machine: str, says: str
+) -> None:
+    uname = f"#!/bin/sh\n[ $1 = -m ] && echo {machine} || echo {system}\n"
+    for name, text in (("uname", uname), ("sw_vers", "#!/bin/sh\necho 13.7.1\n")):
+        (tmp_path / name).write_text(text, encoding="utf-8")
+        (tmp_path / name).chmod(0o755)
     (tmp_path / "install.sh").write_text(SHELL, encoding="utf-8")
     done = subprocess.run(
         ["bash", str(tmp_path / "install.sh")],

@@ -105,8 +105,12 @@ else:
 
     #: ``SO_LINGER`` with a timeout of 0: closing resets the connection.
     _RESET_AT_CLOSE = struct.pack("ii", 1, 0)
-    #: Offset of ``tcpi_bytes_received`` in Linux's ``tcp_info``, since Linux 4.1.
-    _BYTES_RECEIVED = struct.Struct("=128xQ")
+    if sys.platform == "darwin":
+        #: ``TCP_CONNECTION_INFO``, and the offset of ``tcpi_rxbytes`` in its structure.
+        _TCP_INFO, _BYTES_RECEIVED = 0x106, struct.Struct("=88xQ")
+    else:
+        #: Offset of ``tcpi_bytes_received`` in Linux's ``tcp_info``, since Linux 4.1.
+        _TCP_INFO, _BYTES_RECEIVED = socket.TCP_INFO, struct.Struct("=128xQ")
 
     def bytes_received(descriptor: int) -> int | None:
         """Bytes received on a TCP connection so far; ``None`` if unknown."""
@@ -116,7 +120,7 @@ else:
         except OSError:
             return None
         try:
-            info = borrowed.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_RECEIVED.size)
+            info = borrowed.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, _BYTES_RECEIVED.size)
             (count,) = _BYTES_RECEIVED.unpack(info)
         except (OSError, struct.error):
             return None

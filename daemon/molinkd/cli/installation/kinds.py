@@ -11,8 +11,8 @@ import molink
 INSTALLER_MARK = ".molink-clone"
 
 #: ``clone``: runs from a source folder; ``release``: installed by the installers from a release;
-#: ``uv`` and ``pipx``: one of their tools; ``pip``: in an environment of somebody else's.
-Kind = Literal["clone", "release", "uv", "pipx", "pip"]
+#: ``uv``, ``pipx`` and ``brew``: one of their tools; ``pip``: in an environment of somebody else's.
+Kind = Literal["clone", "release", "uv", "pipx", "brew", "pip"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +34,8 @@ def find_installation(prefix: Path | None = None) -> Installation:
         return Installation("uv", prefix)
     if (prefix / "pipx_metadata.json").exists():
         return Installation("pipx", prefix)
+    if "Cellar" in prefix.resolve().parts:
+        return Installation("brew", prefix)
     return Installation("pip", prefix)
 
 

@@ -129,7 +129,8 @@ def removal_command(installed: Installation) -> list[str]:
     """The command that removes molink, by the tool that manages the environment."""
     if installed.kind == "pip":
         return [sys.executable, "-m", "pip", "uninstall", "--yes", "molink"]
-    return [*{"uv": ("uv", "tool"), "pipx": ("pipx",)}[installed.kind], "uninstall", "molink"]
+    tools = {"uv": ("uv", "tool"), "pipx": ("pipx",), "brew": ("brew",)}
+    return [*tools[installed.kind], "uninstall", "molink"]
 
 
 def remove_from_path(folder: Path) -> None:

@@ -66,6 +66,8 @@ def update(
             f"molink runs from the source folder {installed.folder}: update it there, by "
             f"`git pull` and {'install.ps1' if sys.platform == 'win32' else './install.sh'}"
         )
+    if installed.kind == "brew":
+        raise UsageError("Homebrew manages this molink: `brew upgrade molink && molink setup`")
     place = Home.find_home(home)
     with tempfile.TemporaryDirectory(prefix="molink-update-") as name:
         wheel = download_file(release, release.wheel, Path(name))

@@ -1,7 +1,8 @@
 """Keeps a PC awake while it holds layers.
 
 An idle desktop suspends after some minutes, which would take its stage down. Windows keeps the
-state per thread; on Linux ``systemd-inhibit`` holds the lock while its child process lives.
+state per thread; ``systemd-inhibit`` (Linux) and ``caffeinate`` (macOS) hold the lock while their
+child process lives.
 """
 
 import contextlib
@@ -17,6 +18,18 @@ log = logging.getLogger(__name__)
 
 #: ``ES_CONTINUOUS`` and ``ES_SYSTEM_REQUIRED``.
 _CONTINUOUS, _SYSTEM_REQUIRED = 0x8000_0000, 0x0000_0001
+#: The command line that inhibits sleep while the command after it runs.
+_INHIBITOR = (
+    ("caffeinate", "-i")
+    if sys.platform == "darwin"
+    else (
+        "systemd-inhibit",
+        "--what=sleep:idle",
+        "--who=molink",
+        "--why=this PC holds layers of a model",
+        "--mode=block",
+    )
+)
 
 
 class SleepInhibitor:
@@ -52,14 +65,13 @@ class SleepInhibitor:
             self._inhibitor = None
 
     def _start_inhibitor(self) -> None:
-        inhibit, reader = shutil.which("systemd-inhibit"), shutil.which("cat")
+        inhibit, reader = shutil.which(_INHIBITOR[0]), shutil.which("cat")
         if inhibit is None or reader is None:
             return
-        why = ["--what=sleep:idle", "--who=molink", "--why=this PC holds layers of a model"]
         # `cat` exits when our end of the pipe closes, even if this process is killed.
         try:
             self._inhibitor = subprocess.Popen(
-                [inhibit, *why, "--mode=block", reader],
+                [inhibit, *_INHIBITOR[1:], reader],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -77,7 +89,7 @@ class SleepInhibitor:
 def _reap_inhibitor(inhibitor: "subprocess.Popen[bytes]") -> None:
     status = inhibitor.wait()
     if status:
-        log.info("can't inhibit sleep: systemd-inhibit ended with status %d", status)
+        log.info("can't inhibit sleep: %s ended with status %d", _INHIBITOR[0], status)
 
 
 def _set_windows_sleep(needed: bool) -> None:

@@ -146,6 +146,8 @@ def test_the_environment_tells_who_manages_it(
         folder = tmp_path.parent if kind == "release" else tmp_path
         found = find_installation(tmp_path)
         assert (found.kind, found.folder) == (kind, folder)
+    keg = tmp_path / "Cellar" / "molink" / "1.0" / "libexec"
+    assert find_installation(keg) == Installation("brew", keg)
     monkeypatch.setattr(kinds, "find_source_folder", lambda: tmp_path)
     assert find_installation(tmp_path) == Installation("clone", tmp_path)
 
