@@ -275,9 +275,12 @@ def _request_swarm(home: Home, message: ControlMessage) -> tuple[ControlMessage,
     if found is not None:
         return send_request(found, message)
     member = read_membership(home.membership)
-    if member is not None:
+    if member is None:
+        raise _not_running(home)
+    try:
         return request_coordinator(home, member, message)
-    raise _not_running(home)
+    except DaemonNotResponding as error:
+        raise _not_running(home) from error
 
 
 def request_shutdown(found: RunningDaemon, *, leave: bool) -> None:

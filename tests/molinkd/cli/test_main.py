@@ -124,6 +124,20 @@ def test_errors_are_one_clear_line(
     assert text in captured.err
 
 
+def test_a_stopped_leader_is_not_running(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its coordinator, which a command asks where no daemon runs, doesn't answer."""
+
+    def no_answer(*_: object) -> None:
+        raise daemon_client.DaemonNotResponding("the coordinator doesn't answer")
+
+    MembershipRecord(swarm="s", coordinator_key="k", addresses=()).save(home / "swarm.json")
+    monkeypatch.setattr(daemon_client, "request_coordinator", no_answer)
+    assert run(["invite"]) == 6
+    assert "molink is not running here" in capsys.readouterr().err
+
+
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     """Arguments of the daemons that commands start."""
