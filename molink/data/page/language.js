@@ -15,9 +15,11 @@ export function chooseLanguage(wanted) {
 export const language = chooseLanguage(navigator.languages);
 const catalogue = language === "en" ? {} : (await import(`./lang/${language}.js`)).default;
 
-// Translate a text; {name} in it becomes `values.name`. What the catalogue lacks stays as it is.
+// Translate a text; {name} in it becomes `values.name`. What the catalogue lacks stays as it is. No line
+// breaks before a percent sign.
 export function t(text, values = {}) {
-  return (catalogue[text] ?? text).replace(/\{(\w+)\}/g, (whole, name) => values[name] ?? whole);
+  const filled = (catalogue[text] ?? text).replace(/\{(\w+)\}/g, (whole, name) => values[name] ?? whole);
+  return filled.replaceAll(" %", "\u00a0%");
 }
 
 // Translate the page as it was loaded.

@@ -245,7 +245,7 @@ def test_waiting_is_explained(backend: FakeBackend, page: Callable[..., Browser]
         """
     )
     assert why == [
-        "Processing 1000 prompt tokens: 10 %…",
+        "Processing 1000 prompt tokens: 10\N{NO-BREAK SPACE}%…",
         "Queued: 2 running, 0 ahead of this request…",
         "Waiting for the first token…",
         "The swarm is not ready. The request is queued…",

@@ -47,7 +47,7 @@ def test_the_owner_manages_the_swarm(
     assert TOKEN not in browser.run("return JSON.stringify({ ...localStorage }) + location.href")
     assert browser.text("#pc-list h4") == "attic (this PC),<img src=x onerror=window.hit=1>"
     assert "3.0 GB of weights and 1.0 GB for conversations, of 12.0 GB" in browser.text("#pc-list")
-    assert "tiny: layers 1–12 · busy 34 %" in browser.text("#pc-list")
+    assert "tiny: layers 1–12 · busy 34\N{NO-BREAK SPACE}%" in browser.text("#pc-list")
     assert browser.text("#transfer-list") == "attic fetches big: 340 MB of 1.0 GB, 10.0 MB/s"
     assert "20 s ago: attic is offline" in browser.text("#event-list")
     # Approval compares the typed code with the codes of waiting PCs.
