@@ -16,6 +16,8 @@ from rich.console import Console
 
 from molink.errors import ModelNotFound, MolinkError, RequestError, Unavailable, UsageError
 from molinkd.cli.conversation import FORMAT_COMMAND, QUOTES, Conversation, run_command
+from molinkd.cli.translation import tr
+from molinkd.cli.word_wrapper import WordWrapper
 
 _TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=600)
 
@@ -85,8 +87,11 @@ def _interactive(runner: asyncio.Runner, conversation: Conversation, errors: Con
     console = Console(highlight=False)
     with suppress(ImportError):  # line editing and history, if available
         importlib.import_module("readline")
-    model = _printable(conversation.model)
-    about = f"{model} at {conversation.base_url}. /help lists the commands, /bye quits."
+    about = tr(
+        "{model} at {url}. /help lists the commands, /bye quits.",
+        model=_printable(conversation.model),
+        url=conversation.base_url,
+    )
     console.print(about, style="dim", markup=False)
     while True:
         try:
@@ -105,7 +110,7 @@ def _interactive(runner: asyncio.Runner, conversation: Conversation, errors: Con
 
 def _read_question(console: Console) -> tuple[str, bool]:
     """Read a line, or the lines between two :data:`QUOTES`; says whether they were quoted."""
-    text = console.input("[bold cyan]you[/] › ").strip()
+    text = console.input(f"[bold cyan]{tr('you')}[/] › ").strip()
     if not text.startswith(QUOTES):
         return text, False
     text = text.removeprefix(QUOTES)
@@ -127,7 +132,7 @@ def _ask_question(
     try:
         runner.run(_print_answer(conversation, console))
     except KeyboardInterrupt:
-        console.print("\n(stopped)", style="dim")
+        console.print(f"\n({tr('stopped')})", style="dim")
     except MolinkError as error:
         errors.print(f"error: {_printable(str(error))}", style="red", markup=False, soft_wrap=True)
     if len(conversation.messages) == asked + 1:
@@ -137,21 +142,18 @@ def _ask_question(
 async def _print_answer(conversation: Conversation, console: Console) -> None:
     """Stream the next answer to the console and keep it, even if it is stopped."""
     answer: list[str] = []
-    thinks = False
+    out = _AnswerPrinter(console)
     began, first = time.monotonic(), 0.0
     try:
-        async with aclosing(stream_answer(conversation)) as pieces:
-            async for thought, piece in pieces:
-                first = first or time.monotonic()
-                if thought and console.is_terminal:
-                    thinks = True
-                    console.out(_printable(thought), style="dim", end="", highlight=False)
-                elif piece and thinks:
-                    thinks = False
-                    console.print("\n")
-                answer.append(piece)
-                console.out(_printable(piece), end="", highlight=False)
-                console.file.flush()
+        try:
+            async with aclosing(stream_answer(conversation)) as pieces:
+                async for thought, piece in pieces:
+                    first = first or time.monotonic()
+                    out.print_thought(_printable(thought))
+                    answer.append(piece)
+                    out.print_text(_printable(piece))
+        finally:
+            out.flush()
         console.print()
         if conversation.is_verbose:
             text = _describe_usage(conversation.usage, first - began, time.monotonic() - first)
@@ -159,6 +161,47 @@ async def _print_answer(conversation: Conversation, console: Console) -> None:
     finally:
         if text := "".join(answer):
             conversation.messages.append({"role": "assistant", "content": text})
+
+
+class _AnswerPrinter:
+    """Prints an answer as it comes; in a terminal with its reasoning, and broken between words."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._wrapper: WordWrapper | None = None
+        self._thinks = False
+
+    def print_thought(self, text: str) -> None:
+        """Print a piece of reasoning."""
+        if text and self._console.is_terminal:
+            self._thinks = True
+            self._print(text)
+
+    def print_text(self, text: str) -> None:
+        """Print a piece of the answer."""
+        if text and self._thinks:
+            self.flush()
+            self._thinks = False
+            self._console.print("\n")
+        self._print(text)
+
+    def flush(self) -> None:
+        """Print what has been held back."""
+        if self._wrapper is not None:
+            self._out(self._wrapper.flush())
+            self._wrapper = None
+
+    def _print(self, text: str) -> None:
+        if self._console.is_terminal:
+            # Old consoles of Windows begin a line as soon as one is full.
+            self._wrapper = self._wrapper or WordWrapper(self._console.width - 1)
+            text = self._wrapper.wrap(text)
+        self._out(text)
+
+    def _out(self, text: str) -> None:
+        style = "dim" if self._thinks else None
+        self._console.out(text, style=style, end="", highlight=False)
+        self._console.file.flush()
 
 
 def _describe_usage(usage: dict[str, int], first_s: float, answer_s: float) -> str:

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import msgspec
 
 from molink.errors import UsageError
+from molinkd.cli.translation import tr, tr_count
 
 #: The first word of a command; paths and questions may start with a slash, too.
 _COMMAND = re.compile(r"/[A-Za-z?]+")
@@ -35,20 +36,6 @@ _PARAMETERS: dict[str, tuple[str, Callable[[str], object]]] = {
     "max_tokens": ("max_tokens", int),
     "repetition_penalty": ("repetition_penalty", float),
 }
-HELP = f"""\
-/set parameter NAME VALUE   temperature, top_k, top_p, min_p, seed, num_predict, stop …
-/set system TEXT            the system prompt; /system TEXT does the same
-/set think, nothink         whether the model reasons, if it lets you choose
-/set format json, noformat  answers as JSON, or as any text
-/set verbose, quiet         whether to show tokens and times of each answer
-/show info, parameters, system, messages
-/image FILE                 show the model an image with the next question
-/model NAME                 ask another model from now on
-/save FILE, /load FILE      write the conversation to a file, or continue one
-/clear                      forget the conversation; the settings stay
-/bye, /exit                 quit
-{QUOTES}                         begins and ends a question of several lines
-Ctrl-C stops an answer."""
 
 
 class _Message(msgspec.Struct):
@@ -171,11 +158,11 @@ def run_command(conversation: Conversation, line: str) -> str | None:
         case "/bye" | "/exit" | "/quit":
             raise EOFError
         case "/help" | "/?":
-            return HELP
+            return _describe_commands()
         case "/clear":
             conversation.messages.clear()
             conversation.images.clear()
-            return "Conversation cleared."
+            return tr("Conversation cleared.")
         case "/set":
             return _set_option(conversation, rest)
         case "/system":
@@ -186,27 +173,27 @@ def run_command(conversation: Conversation, line: str) -> str | None:
             return _run_named(conversation, word, rest)
     if rest:
         return None  # a question that starts with a slash
-    raise UsageError(f"Unknown command '{word}'; /help lists all")
+    raise UsageError(tr("Unknown command '{word}'; /help lists all", word=word))
 
 
 def _run_named(conversation: Conversation, word: str, name: str) -> str:
     """Run a command about a model or a file."""
     if not name:
-        raise UsageError(f"{word} needs a name; /help shows how")
+        raise UsageError(tr("{word} needs a name; /help shows how", word=word))
     path = Path(name).expanduser()
     match word:
         case "/model":
             conversation.model = name
-            return f"Asking {name} from now on."
+            return tr("Asking {model} from now on.", model=name)
         case "/image":
             conversation.attach_image(path)
-            return f"{path.name} goes with the next question."
+            return tr("{file} goes with the next question.", file=path.name)
         case "/save":
             conversation.save_file(path)
-            return f"Saved to {path}."
+            return tr("Saved to {path}.", path=path)
         case _:
             conversation.load_file(path)
-            return f"{len(conversation.messages)} messages with {conversation.model}."
+            return f"{conversation.model}: {_count_messages(conversation)}"
 
 
 def _set_option(conversation: Conversation, text: str) -> str:
@@ -217,7 +204,8 @@ def _set_option(conversation: Conversation, text: str) -> str:
             return _set_parameter(conversation, rest)
         case "system":
             conversation.system = rest.strip('"') or None
-            return "System prompt set." if conversation.system else "System prompt removed."
+            is_set = conversation.system is not None
+            return tr("System prompt set.") if is_set else tr("System prompt removed.")
         case "think" | "nothink":
             options["chat_template_kwargs"] = {"enable_thinking": word == "think"}
         case "format" if rest == "json":
@@ -227,39 +215,67 @@ def _set_option(conversation: Conversation, text: str) -> str:
         case "verbose" | "quiet":
             conversation.is_verbose = word == "verbose"
         case _:
-            raise UsageError(f"can't set {text or 'nothing'!r}; /help shows what can be set")
-    return f"Set {text}."
+            what = text or tr("nothing")
+            raise UsageError(tr("can't set {what}; /help shows what can be set", what=what))
+    return tr("Set {what}.", what=text)
 
 
 def _set_parameter(conversation: Conversation, text: str) -> str:
     name, _, value = text.partition(" ")
     if name not in _PARAMETERS:
-        raise UsageError(f"unknown parameter {name!r}; known are {', '.join(_PARAMETERS)}")
+        known = ", ".join(_PARAMETERS)
+        raise UsageError(tr("unknown parameter {name}; known are {known}", name=name, known=known))
     field, read = _PARAMETERS[name]
     if not value.strip():
         conversation.options.pop(field, None)
-        return f"{name} is the model's default again."
+        return tr("{name} is the model's default again.", name=name)
     try:
         conversation.options[field] = read(value.strip())
     except ValueError:
-        raise UsageError(f"{name} must be a number, not {value.strip()!r}") from None
-    return f"{name} is {conversation.options[field]}."
+        raise UsageError(
+            tr("{name} must be a number, not {value}", name=name, value=value.strip())
+        ) from None
+    return tr("{name} is {value}.", name=name, value=conversation.options[field])
 
 
 def _show_state(conversation: Conversation, what: str) -> str:
     match what:
         case "info":
-            count = len(conversation.messages)
-            return f"{conversation.model} at {conversation.base_url}, {count} messages"
+            return "\n".join(
+                (conversation.model, conversation.base_url, _count_messages(conversation))
+            )
         case "parameters":
             lines = (f"{name} {value}" for name, value in conversation.options.items())
-            return "\n".join(lines) or "All parameters are the model's defaults."
+            return "\n".join(lines) or tr("All parameters are the model's defaults.")
         case "system":
-            return conversation.system or "No system prompt: the model's default."
+            return conversation.system or tr("No system prompt: the model's default.")
         case "messages":
             lines = (f"{one['role']}: {_text_of(one['content'])}" for one in conversation.messages)
-            return "\n\n".join(lines) or "No messages yet."
-    raise UsageError(f"can't show {what!r}: info, parameters, system or messages")
+            return "\n\n".join(lines) or tr("No messages yet.")
+    raise UsageError(tr("can't show {what}: info, parameters, system or messages", what=what))
+
+
+def _count_messages(conversation: Conversation) -> str:
+    return tr_count("{count} message", "{count} messages", len(conversation.messages))
+
+
+def _describe_commands() -> str:
+    return tr(
+        """\
+/set parameter NAME VALUE   temperature, top_k, top_p, seed, num_predict, stop …
+/set system TEXT            the system prompt; /system TEXT does the same
+/set think, nothink         whether the model reasons, if it lets you choose
+/set format json, noformat  answers as JSON, or as any text
+/set verbose, quiet         whether to show tokens and times of each answer
+/show info, parameters, system, messages
+/image FILE                 show the model an image with the next question
+/model NAME                 ask another model from now on
+/save FILE, /load FILE      write the conversation to a file, or continue one
+/clear                      forget the conversation; the settings stay
+/bye, /exit                 quit
+\"""                         begins and ends a question of several lines
+Ctrl-C stops an answer."""
+    )
 
 
 def _text_of(content: str | list[dict[str, Any]]) -> str:
