@@ -21,7 +21,7 @@ from tools.chaos.pc import ListenAddress, Pc
 from tools.chaos.streams import Slot
 from tools.chaos.usage import Usage
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 def pc(root: Path, number: int = 1) -> Pc:

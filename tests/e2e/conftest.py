@@ -30,7 +30,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """
     for item in items:
         if item.path.is_relative_to(HERE) and item.get_closest_marker("timeout") is None:
-            item.add_marker(pytest.mark.timeout(300))
+            item.add_marker(pytest.mark.timeout(600))
     sharing = config.stash[_SHARING] = {
         item.path for item in items if "demo" in getattr(item, "fixturenames", ())
     }

@@ -1,5 +1,6 @@
 """A daemon in the background outlives its command, and restarts with the same settings."""
 
+import contextlib
 import json
 import time
 from pathlib import Path
@@ -17,10 +18,11 @@ def wait_for_peer(root: Path, **expected: object) -> None:
     """
     deadline = time.monotonic() + START_S
     while True:
-        status = json.loads(run_molink(root, "status", "--json").stdout)
-        found = [{key: peer[key] for key in expected} for peer in status["peers"]]
+        done = run_molink(root, "status", "--json")
+        peers = json.loads(done.stdout)["peers"] if done.returncode == 0 else []
+        found = [{key: peer[key] for key in expected} for peer in peers]
         if found == [expected] or time.monotonic() > deadline:
-            assert found == [expected]
+            assert found == [expected], done.stderr
             return
         time.sleep(0.1)
 
@@ -58,5 +60,5 @@ def test_up_in_the_background_and_down_again(tmp_path: Path) -> None:
         assert run_molink(tmp_path, "down").returncode == 0
     finally:
         for process in processes:
-            if process.is_running():
+            with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()

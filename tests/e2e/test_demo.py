@@ -3,7 +3,6 @@
 import json
 import re
 import threading
-import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,10 +15,12 @@ import pytest
 
 from molinkd.api.metric_help import HELP, UNDESCRIBED
 from molinkd.peer.home import Home
-from tests.support.processes import Process, Tools
+from tests.support.processes import START_S, Process, Tools
 
 QUESTION = [{"role": "user", "content": "What is molink?"}]
 LONG = {"temperature": 0, "max_tokens": 200, "extra_body": {"ignore_eos": True}}
+#: Never generated to its end.
+ENDLESS = {**LONG, "max_tokens": 2000}
 
 
 #: Long enough that most of the answer is missing when a worker is killed.
@@ -105,20 +106,30 @@ def test_top_without_a_terminal(demo: Process, tools: type[Tools]) -> None:
     assert "\x1b" not in done.stdout
 
 
+def described_metrics(endpoint: str) -> dict[str, str]:
+    """Descriptions of an endpoint's metrics by name."""
+    with urllib.request.urlopen(f"{endpoint}/metrics", timeout=START_S) as answer:
+        lines = answer.read().decode("utf-8").splitlines()
+    marked = [line.removeprefix("# HELP molink_") for line in lines if line.startswith("# HELP ")]
+    pairs = (line.partition(" ")[::2] for line in marked)
+    return {name.removesuffix("_total"): text for name, text in pairs}
+
+
 def test_every_figure_is_described(demo: Process, tools: type[Tools]) -> None:
     """Each metric has a description; each description has a metric, except those of rare events."""
     text_of(tools.client(demo.found().endpoints[1]), max_tokens=3)
     helps: dict[str, str] = {}
-    for endpoint in demo.found().endpoints:
-        with urllib.request.urlopen(f"{endpoint}/metrics", timeout=10) as answer:
-            for line in answer.read().decode("utf-8").splitlines():
-                if line.startswith("# HELP "):
-                    name, _, text = line.removeprefix("# HELP molink_").partition(" ")
-                    helps[name.removesuffix("_total")] = text
-    assert [name for name, text in helps.items() if text == UNDESCRIBED] == []
-    own = {name for name in helps if name.startswith("endpoint_") or name == "build_info"}
     # Queue metrics belong to a policy that isn't the default.
     seldom = {name for name in HELP if name.startswith(("daemon_requests_", "scheduler_queue_"))}
+
+    def has_all() -> bool:  # workers report theirs a little later
+        for endpoint in demo.found().endpoints:
+            helps.update(described_metrics(endpoint))
+        return HELP.keys() - seldom <= helps.keys()
+
+    tools.wait_for(has_all, demo)
+    assert [name for name, text in helps.items() if text == UNDESCRIBED] == []
+    own = {name for name in helps if name.startswith("endpoint_") or name == "build_info"}
     assert helps.keys() - own - seldom == HELP.keys() - seldom
 
 
@@ -162,7 +173,7 @@ def test_closing_the_connection_frees_the_blocks(demo: Process, tools: type[Tool
     (at_head,) = [peer["endpoint"] for peer in status["peers"] if peer["id"] == head]
     elsewhere = next(e for e in demo.found().endpoints if e != at_head)
     stream = tools.client(elsewhere).chat.completions.create(
-        model="molink-demo", messages=QUESTION, stream=True, **LONG
+        model="molink-demo", messages=QUESTION, stream=True, **ENDLESS
     )
     for _ in range(5):
         next(stream)
@@ -288,10 +299,8 @@ def test_a_stream_outlives_a_worker(demo: Process, tools: type[Tools], stage: in
     assert killed.is_set()
     assert "".join(got) == expected
     assert re.fullmatch(HELD, "".join(chunk.choices[0].delta.content or "" for chunk in held))
-    assert demo.wait_ready()["pipelines"][0]["epoch"] > before
-    deadline = time.monotonic() + 30
-    while text_of(client, temperature=0, max_tokens=5) == "":
-        assert time.monotonic() < deadline
+    tools.wait_for(lambda: demo.wait_ready()["pipelines"][0]["epoch"] > before, demo)
+    tools.wait_for(lambda: text_of(client, temperature=0, max_tokens=5), demo)
 
 
 def test_the_coordinator_is_not_in_the_way_of_a_token(demo: Process, tools: type[Tools]) -> None:

@@ -15,7 +15,6 @@ BUDGET = 13_000_000
 FIELDS = {"num_experts": 64, "moe_intermediate_size": 384}
 
 
-@pytest.mark.timeout(120)
 def test_the_text_is_that_of_one_memory(
     tmp_path: Path, tools: type[Tools], make_model: MakeModel
 ) -> None:

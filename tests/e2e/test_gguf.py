@@ -3,8 +3,6 @@
 import threading
 from pathlib import Path
 
-import pytest
-
 from molink.checkpoint.gguf_import import import_gguf
 from molink.checkpoint.hub import NullCounter
 from tests.support.gguf_models import Kind, write_gguf
@@ -13,7 +11,6 @@ from tests.support.processes import Tools
 from tests.support.two_peers import answer_as_one_stage_does
 
 
-@pytest.mark.timeout(240)
 def test_two_peers_answer_as_one_stage_does(
     tmp_path: Path, tools: type[Tools], make_model: MakeModel
 ) -> None:

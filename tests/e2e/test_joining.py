@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from tests.support.models import MakeModel
-from tests.support.processes import Process, Tools
+from tests.support.processes import START_S, Process, Tools
 
 MESSAGES = [{"role": "user", "content": "Hello, who are you?"}]
 
@@ -200,7 +200,7 @@ def test_leaving(trio: Trio, tools: type[Tools], tmp_path: Path) -> None:
         assert [one["name"] for one in leaver.status()["peers"]] == _names(trio)
         done = tools.run_molink(home, "leave")
         assert done.returncode == 0, done.stderr
-        assert leaver.process.wait(20) == 0, leaver.output
+        assert leaver.process.wait(START_S) == 0, leaver.output
         assert sorted(_names(trio)) == ["first", "second", "third"]
         assert tools.run_molink(home, "leave").returncode == 2
     finally:
@@ -231,7 +231,7 @@ def test_revoking(trio: Trio, tools: type[Tools], tmp_path: Path) -> None:
         done = tools.run_molink(first, "revoke", "second-3", "--yes")
         assert "no other member second-3" in done.stderr
         # It is notified, exits, and can join neither with its own key nor with a new one.
-        assert guest.process.wait(30) == 9, guest.output
+        assert guest.process.wait(START_S) == 9, guest.output
         assert "was removed from swarm" in guest.output
         done = tools.run_molink(tmp_path / "new", "join", token, *options)
         assert (done.returncode, "was revoked" in done.stderr) == (3, True), done.stderr
@@ -240,7 +240,7 @@ def test_revoking(trio: Trio, tools: type[Tools], tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
         again = tools.Process(home, ["join", *options])
         tools.wait_for(lambda: "online" in _states(trio, "second-3"), again)
-        assert "second-3 is in swarm" in again.output
+        tools.wait_for(lambda: "second-3 is in swarm" in again.output, again)
         again.stop()
         options[1] = "renamed"
         again = tools.Process(home, ["join", *options])
@@ -265,11 +265,14 @@ def test_dissolving(tools: type[Tools], tmp_path: Path) -> None:
         assert tools.run_molink(first, "leave").returncode == 2, "not by mistake"
         done = tools.run_molink(second, "leave", "--dissolve")
         assert (done.returncode, "only the PC that created" in done.stderr) == (2, True)
-        tools.wait_for(lambda: len(up.status()["peers"]) == 2, guest)
+        # Only connected PCs are told.
+        tools.wait_for(
+            lambda: [peer["state"] for peer in up.status()["peers"]] == ["online"] * 2, up
+        )
         done = tools.run_molink(first, "leave", "--dissolve", "--yes")
         assert (done.returncode, "Not told" in done.stdout) == (0, False), done.stdout
-        assert up.process.wait(30) == 0, up.output
-        assert guest.process.wait(30) == 9, guest.output
+        assert up.process.wait(START_S) == 0, up.output
+        assert guest.process.wait(START_S) == 9, guest.output
         assert "was removed from swarm" in guest.output
         assert "not in a swarm" in tools.run_molink(first, "leave").stderr
         # A restart does not create a swarm of its own.

@@ -70,7 +70,6 @@ def tensors(folder: Path) -> dict[str, bytes]:
     return found
 
 
-@pytest.mark.timeout(300)
 def test_a_source_that_alters_weights(joiner: Process, tools: type[Tools], model: Path) -> None:
     status = joiner.wait_ready()
     (liar,) = status["banned_peers"]

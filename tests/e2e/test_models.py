@@ -17,7 +17,6 @@ def workers(status: dict[str, object]) -> list[int]:
     return [worker["pid"] for peer in peers for worker in peer["workers"]]
 
 
-@pytest.mark.timeout(300)
 def test_stop_and_run(tmp_path: Path, tools: type[Tools], make_model: MakeModel) -> None:
     folder = make_model(tmp_path / "brought", "qwen2", 1)
     options = tools.local_options("--dtype", "f32", "--coordinator-port", "0")

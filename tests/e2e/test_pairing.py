@@ -122,22 +122,26 @@ def test_a_copied_state_folder(loopback: Loopback, tools: type[Tools]) -> None:
     (copy / "swarm.json").unlink()
     done = tools.run_molink(copy, "join", loopback.where, *loopback.options)
     assert (done.returncode, "peer.key" in done.stderr) == (2, True), done.stderr
-    states = {peer["name"]: peer["state"] for peer in loopback.up.status()["peers"]}
-    assert states["second"] == "online"
+
+    def is_online() -> bool:
+        states = {peer["name"]: peer["state"] for peer in loopback.up.status()["peers"]}
+        return bool(states["second"] == "online")
+
+    tools.wait_for(is_online, loopback.up)
 
 
 def test_refused_or_given_up(loopback: Loopback, tools: type[Tools]) -> None:
     third = loopback.join("third")
     done = tools.run_molink(loopback.first, "approve", shown_code(third, tools), "--refuse")
     assert done.stdout == '"third" was rejected.\n', done.stderr
-    assert third.process.wait(60) == 10
+    assert third.process.wait(START_S) == 10
     assert "the swarm refused this PC" in third.output
     if sys.platform == "win32":
         pytest.skip("a console of its own takes no Ctrl-C")
     fourth = loopback.join("fourth")
     code = shown_code(fourth, tools)
     fourth.process.send_signal(signal.SIGINT)
-    assert fourth.process.wait(60) == 130
+    assert fourth.process.wait(START_S) == 130
     assert "Traceback" not in fourth.output
     tools.wait_for(lambda: not loopback.up.status()["pairing_requests"], loopback.up)
     done = tools.run_molink(loopback.first, "approve", code)

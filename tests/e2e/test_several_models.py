@@ -145,7 +145,6 @@ def test_what_cannot_be_is_refused_whole(place: TwoModels) -> None:
 
 
 @pytest.mark.slow  # without processes: tests/swarm/controller/test_fleet.py
-@pytest.mark.timeout(400)
 def test_a_second_model_has_replicas_and_is_stopped_alone(place: TwoModels) -> None:
     def stages(model: str) -> list[list[str]]:
         """The PCs of each of its ready pipelines."""
@@ -192,7 +191,6 @@ def test_a_second_model_has_replicas_and_is_stopped_alone(place: TwoModels) -> N
     assert code == 0, error
 
 
-@pytest.mark.timeout(400)
 def test_two_models_answer_from_every_pc_and_one_is_not_disturbed(place: TwoModels) -> None:
     before = place.swarm.status("first")
     place.write(FILE + '[models.layers]\nfirst = "1-99"\n')
@@ -247,7 +245,6 @@ def test_two_models_answer_from_every_pc_and_one_is_not_disturbed(place: TwoMode
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_what_was_applied_outlives_a_restart(place: TwoModels) -> None:
     place.write(FILE)
     code, _, error = place.apply()
@@ -261,7 +258,6 @@ def test_what_was_applied_outlives_a_restart(place: TwoModels) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_one_model_twice_and_once_again(place: TwoModels) -> None:
     place.write('[[models]]\nmodel = "beta"\ndtype = "f32"\nreplicas = 2\n')
     code, said, error = place.apply()

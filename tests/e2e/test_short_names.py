@@ -3,8 +3,6 @@
 import json
 from pathlib import Path
 
-import pytest
-
 from tests.support.fake_hub import serving
 from tests.support.models import MakeModel
 from tests.support.processes import Process, Tools
@@ -12,7 +10,6 @@ from tests.support.processes import Process, Tools
 SOURCE = "HuggingFaceTB/SmolLM2-360M-Instruct"
 
 
-@pytest.mark.timeout(300)
 def test_a_model_is_run_by_its_short_name(
     tmp_path: Path, tools: type[Tools], make_model: MakeModel
 ) -> None:

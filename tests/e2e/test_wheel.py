@@ -14,8 +14,6 @@ from molinkd.cli.installation.kinds import INSTALLER_MARK
 from tests.support.release_server import serve_release
 from tools.release import build_wheel, copy_source, read_epoch
 
-pytestmark = pytest.mark.timeout(300)
-
 
 def run(command: list[str], folder: Path, environment: dict[str, str]) -> str:
     """Run a command in ``folder`` and return its output, which is shown if it fails."""

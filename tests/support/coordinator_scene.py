@@ -249,7 +249,7 @@ class Scene:
 
     async def until(self, condition: Callable[..., Any], *reporters: Peer) -> None:
         """Wait for a condition while these peers keep reporting."""
-        async with asyncio.timeout(8):
+        async with asyncio.timeout(60):
             while not condition():
                 for peer in reporters:
                     with contextlib.suppress(MolinkError):

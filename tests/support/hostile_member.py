@@ -58,10 +58,9 @@ from molinkd.peer.membership.membership_requests import (
     send_membership_request,
 )
 from molinkd.tasks import cancel_tasks
+from tests.support.processes import START_S
 
 REPORT_INTERVAL_S = 0.25
-#: Timeout of a hostile PC's waits, in seconds.
-PATIENCE_S = 10.0
 HOST = "127.0.0.1"
 
 #: The view of a PC that knows nothing.
@@ -80,7 +79,7 @@ class LoopThread:
         self._thread = threading.Thread(target=self._loop.run_forever, name="hostile", daemon=True)
         self._thread.start()
 
-    def run(self, work: Coroutine[Any, Any, T], timeout: float = 60.0) -> T:
+    def run(self, work: Coroutine[Any, Any, T], timeout: float = 2 * START_S) -> T:
         """Run ``work`` in the loop and return its result."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout)
 
@@ -261,7 +260,7 @@ class HostileMember:
         """Whether a coordinator has sent a message of that type."""
         return any(isinstance(one, kind) for one in self.heard)
 
-    def wait_for(self, condition: Callable[[], object], timeout: float = PATIENCE_S) -> None:
+    def wait_for(self, condition: Callable[[], object], timeout: float = START_S) -> None:
         """Wait until ``condition`` holds."""
 
         async def wait() -> None:
@@ -275,7 +274,7 @@ class HostileMember:
         """Wait until it has the state and knows the other peers."""
         self.wait_for(lambda: self.has_heard(Welcome) and self.replica is not None and self.others)
 
-    def ask(self, message: ControlMessage, timeout: float = PATIENCE_S) -> ControlMessage:
+    def ask(self, message: ControlMessage, timeout: float = START_S) -> ControlMessage:
         """The coordinator's reply to a request; those about members are signed.
 
         Raises:
@@ -492,7 +491,7 @@ def can_connect(loop: LoopThread, keys: KeyPair, server_key: str, addresses: Seq
         )
         client.start()
         try:
-            await client.wait_connected(5.0)
+            await client.wait_connected(START_S)
         except Unavailable:
             raise  # nobody listens: neither accepted nor refused
         except MolinkError:

@@ -31,6 +31,8 @@ ROOT = Path(molink.__file__).parents[1]
 ROOTS = (ROOT, Path(molinkd.__file__).parents[1])
 #: Timeout of started processes, in seconds; longer where they start slowly, as under Wine.
 START_S = float(os.environ.get("PATIENCE_S", "100"))
+#: Timeout of commands, which may compute for long (`molink doctor`), in seconds.
+COMMAND_S = 2.4 * START_S
 #: Id of this test run, the same in all its processes.
 _RUN = os.environ.get("PYTEST_XDIST_TESTRUNUID", f"{os.getpid()}")
 #: Measurements of this PC by processes that have ended.
@@ -84,8 +86,15 @@ class Process:
         return found
 
     def status(self) -> dict[str, Any]:
-        """``molink status --json``."""
-        return local_daemon.fetch_status(self.found())
+        """``molink status --json``; a daemon that is too busy to answer is asked again."""
+        status: dict[str, Any] = {}
+
+        def is_told() -> bool:
+            status.update(local_daemon.fetch_status(self.found()))
+            return True
+
+        wait_for(is_told, self)
+        return status
 
     def wait_ready(self) -> dict[str, Any]:
         """Wait until its pipeline is ready; returns the status."""
@@ -106,7 +115,7 @@ class Process:
                 signal.CTRL_BREAK_EVENT if sys.platform == "win32" else signal.SIGTERM
             )
         try:
-            self.process.wait(30)
+            self.process.wait(START_S)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
@@ -159,7 +168,7 @@ def owner_client(home: Home) -> httpx.Client:
 
 
 def still_running(
-    processes: Sequence[psutil.Process], timeout: float = 15.0
+    processes: Sequence[psutil.Process], timeout: float = START_S
 ) -> list[psutil.Process]:
     """Return those of ``processes`` that still run after at most ``timeout`` seconds."""
     _, left = psutil.wait_procs(processes, timeout=timeout)
@@ -199,7 +208,7 @@ def run_molink(home: Path, *arguments: str, stdin: str = "") -> subprocess.Compl
         input=stdin,
         capture_output=True,
         encoding="utf-8",
-        timeout=START_S,
+        timeout=COMMAND_S,
         check=False,
     )
 
@@ -225,7 +234,7 @@ class Tools:
     def client(cls, endpoint: str) -> openai.OpenAI:
         """The official client for an endpoint's root."""
         url = f"{endpoint}/v1"
-        made = openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60)
+        made = openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=START_S)
         cls._clients.append(made)
         return made
 
@@ -259,7 +268,7 @@ class Tools:
         asked = urllib.request.Request(
             f"{endpoint}/metrics", headers={"Authorization": f"Bearer {key}"}
         )
-        with urllib.request.urlopen(asked, timeout=10) as answer:
+        with urllib.request.urlopen(asked, timeout=START_S) as answer:
             lines = answer.read().decode("utf-8").splitlines()
         pairs = (line.rpartition(" ")[::2] for line in lines if not line.startswith("#"))
         return {name.partition("{")[0]: float(value) for name, value in pairs}

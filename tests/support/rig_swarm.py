@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from molinkd.peer.home import Home
-from tests.support.processes import Process, Tools, environment, restore_measurements
+from tests.support.processes import COMMAND_S, Process, Tools, environment, restore_measurements
 from tools.wan import Node, Rig
 from tools.wan.homes import Homes, Kind
 
@@ -53,7 +53,7 @@ class Behind(Process):
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
         )
-        return str(process.communicate(timeout=60)[0].decode())
+        return str(process.communicate(timeout=COMMAND_S)[0].decode())
 
     def status(self) -> dict[str, Any]:
         if self._statuses is None:

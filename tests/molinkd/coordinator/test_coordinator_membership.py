@@ -319,6 +319,6 @@ async def test_state_error_ends_the_run(
     monkeypatch.setattr(scene.state, "commit_pipeline", full)
     await owner.ask(serve(kit))
     with pytest.raises(kind, match="disk full"):
-        async with asyncio.timeout(8):
+        async with asyncio.timeout(60):
             await scene.coordinator.wait_for_failure()
     assert owner.last(Assign) is None

@@ -245,7 +245,7 @@ async def test_the_user_may_send_every_request(net: Net, library: ModelRepositor
 async def test_other_peers_may_not(net: Net, library: ModelRepository) -> None:
     server, commands = start(net, library, "me")
     client = net.client(control_codec(), net.member(), server.port)
-    await client.wait_connected(10.0)
+    await client.wait_connected(60)
     client.send(ShutdownRequest(ref=1))
     client.send(StatusRequest(ref=2))
     client.send(InviteRequest(ref=3))

@@ -242,7 +242,7 @@ async def daemon_of(head: Stage, keys: KeyPair) -> AsyncIterator[Daemon]:
     daemon = Daemon(client)
     client.start()
     try:
-        await client.wait_connected(20)
+        await client.wait_connected(60)
         yield daemon
     finally:
         await client.close()

@@ -50,7 +50,7 @@ async def test_server_reports_banned_peers(net: Net) -> None:
         on_blocked=partial(banned.record_ban, "here"),
     )
     client = net.client(control_codec(), keys, server.port)
-    await client.wait_connected(10.0)
+    await client.wait_connected(60)
     for ref in range(40):
         client.send(StatusRequest(ref=ref))
     await net.until(lambda: banned.add_to_status(STATUS) != STATUS)

@@ -25,13 +25,14 @@ async def test_unknown_key_differs_from_wrong_server(net: Any) -> None:
         control_codec(), KeyPair.generate(), server.port, on_refused=told.append, name="the swarm"
     )
     with pytest.raises(NotAuthorized, match=r"the swarm at tcp://.* doesn't know this PC"):
-        await stranger.wait_connected(5)
+        await stranger.wait_connected(60)
     assert "join" in told[0]
     fooled = net.client(
         control_codec(), net.member(), server.port, server_key=KeyPair.generate().public
     )
-    with pytest.raises(Unavailable, match="another key"):
-        await fooled.wait_connected(0.5)
+    with pytest.raises(Unavailable):
+        await fooled.wait_connected(0.1)
+    await net.until(lambda: "another key" in str(fooled.failure))
     assert server.counters.unauthenticated >= 2
     assert net.authenticator.refused >= 1
 
@@ -59,7 +60,7 @@ async def test_the_second_address_is_tried(net: Any) -> None:
     server = net.server(control_codec(), lambda *_: None)
     addresses = ["tcp://127.0.0.1:1", f"tcp://127.0.0.1:{server.port}"]
     client = net.client(control_codec(), net.member(), 0, addresses=addresses)
-    await client.wait_connected(10)
+    await client.wait_connected(60)
 
 
 async def test_later_allowed_peer_connects(net: Any) -> None:
@@ -67,9 +68,9 @@ async def test_later_allowed_peer_connects(net: Any) -> None:
     keys = KeyPair.generate()
     client = net.client(control_codec(), keys, server.port)
     with pytest.raises(NotAuthorized):
-        await client.wait_connected(5)
+        await client.wait_connected(60)
     net.authenticator.allow_peer(keys.public)
-    await client.wait_connected(5)
+    await client.wait_connected(60)
 
 
 async def test_reconnecting(net: Any) -> None:
@@ -107,7 +108,7 @@ async def test_refused_port_means_an_ended_process(net: Any) -> None:
     server = net.server(data_codec(), lambda *_: None)
     lost: list[str] = []
     client = net.client(data_codec(), net.member(), server.port, on_lost=lost.append)
-    await client.wait_connected(10)
+    await client.wait_connected(60)
     port = server.port
     await server.close()
     await net.until(lambda: lost)
@@ -127,10 +128,10 @@ async def test_broken_connection_is_no_ended_process(net: Any) -> None:
         on_disconnect=lambda: broken.append(True),
     )
     for round_ in range(1, 4):
-        await client.wait_connected(10)
+        await client.wait_connected(60)
         server.drop_peer("somebody else")
         await net.until(lambda times=round_: len(broken) == times)
-    await client.wait_connected(10)
+    await client.wait_connected(60)
     assert not await is_refused(f"tcp://127.0.0.1:{server.port}")
     assert lost == []
 
@@ -238,7 +239,7 @@ async def test_late_reply_is_ignored(net: Any) -> None:
     senders: list[tuple[MessageSender, Any]] = []
     server = net.server(control_codec(), lambda sender, m, _: senders.append((sender, m)))
     client = net.client(control_codec(), net.member(), server.port, name="the coordinator")
-    await client.wait_connected(5)
+    await client.wait_connected(60)
     with pytest.raises(Unavailable, match=r"didn't answer a StatusRequest in 0\.05 s"):
         await client.send_request(StatusRequest(ref=0), timeout=0.05)
     await net.until(lambda: senders)
@@ -292,7 +293,7 @@ async def test_failing_callback_does_not_end_the_client(net: Any) -> None:
         raise ValueError("no")
 
     client = net.client(data_codec(), net.member(), server.port, on_connect=fail, on_message=fail)
-    await client.wait_connected(5)
+    await client.wait_connected(60)
     client.send(Cancel("a"))
     await net.until(lambda: senders)
     server.send(senders[0].identity, Cancel("b"))
@@ -316,7 +317,7 @@ async def test_a_slow_server_never_blocks_the_loop(net: Any) -> None:
 
     server = net.server(data_codec(), handle)
     client = net.client(data_codec(), net.member(), server.port, max_bytes=8 << 20)
-    await client.wait_connected(5)
+    await client.wait_connected(60)
     data = bytes(256 * 1024)
     message = PromptFragment("k", 0, Payload("u8", (len(data),)))
     sent = 0
@@ -337,7 +338,7 @@ async def test_new_connection_starts_with_an_empty_queue(net: Any) -> None:
     got: list[int] = []
     server = net.server(data_codec(), lambda _, message, __: got.append(message.first))
     client = net.client(data_codec(), net.member(), server.port)
-    await client.wait_connected(5)
+    await client.wait_connected(60)
     data = bytes(256 * 1024)
     payload = Payload("u8", (len(data),))
     while not client.is_congested:

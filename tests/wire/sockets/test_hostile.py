@@ -178,7 +178,7 @@ async def test_a_server_that_sends_garbage(net: Any) -> None:
     client = net.client(
         control_codec(), net.member(), server.port, on_refused=told.append, name="the head"
     )
-    await client.wait_connected(5)
+    await client.wait_connected(60)
     client.send(StatusRequest(ref=1))
     await net.until(lambda: senders)
     for _ in range(16):

@@ -226,7 +226,7 @@ async def test_a_flood_fills_only_its_senders_inbox(net: Any) -> None:
     server = net.server(control_codec(), handle, limits=limits)
     flood = net.client(control_codec(), flooder, server.port, max_messages=10000)
     quiet = net.client(control_codec(), member, server.port)
-    await flood.wait_connected(5)
+    await flood.wait_connected(60)
     for _ in range(3000):
         flood.send(StatusRequest(ref=1))
     for _ in range(5):
@@ -245,7 +245,7 @@ async def test_an_inbox_is_bounded_in_bytes(net: Any) -> None:
 
     server = net.server(data_codec(), handle, limits=ServerLimits(inbox_bytes=4 << 20))
     client = net.client(data_codec(), net.member(), server.port, max_bytes=1 << 30)
-    await client.wait_connected(5)
+    await client.wait_connected(60)
     data = bytes(256 * 1024)
     tracemalloc.start()
     for number in range(300):
@@ -293,7 +293,7 @@ async def test_closing_drops_waiting_messages(net: Any) -> None:
 
     server = net.server(control_codec(), handle)
     client = net.client(control_codec(), net.member(), server.port)
-    await client.wait_connected(5)
+    await client.wait_connected(60)
     for ref in range(5):
         client.send(StatusRequest(ref=ref))
     await net.until(lambda: started)

@@ -108,7 +108,7 @@ async def test_received_bytes_equal_read_bytes(net: Any, monkeypatch: pytest.Mon
 
     server = net.server(data_codec(), handle)
     client = net.client(data_codec(), net.member(), server.port)
-    await client.wait_connected(5)
+    await client.wait_connected(60)
     await net.until(lambda: backlogs[0].connections)
     (connection,) = backlogs[0].connections
     await net.until(lambda: (bytes_received(connection.descriptor) or 0) > 500)
@@ -134,7 +134,7 @@ async def test_vanished_host_is_detected(net: Any, monkeypatch: pytest.MonkeyPat
         )
     server = net.server(control_codec(), lambda *_: None)
     client = net.client(control_codec(), net.member(), server.port)
-    await client.wait_connected(5)
+    await client.wait_connected(60)
 
     def connections() -> list[OpenConnection]:
         return [connection for backlog in backlogs for connection in backlog.connections]

@@ -295,9 +295,17 @@ class FakeRoutes:
 
 
 async def test_a_peer_reached_by_a_relayed_route(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "TIMEOUT_S", 0.5)
+    connect = module.can_connect
+
+    async def can_connect(*given: Any) -> bool:
+        if given[4][0].endswith(f":{target.control_port}"):
+            return False  # a closed port takes the whole timeout
+        return await connect(*given)
+
+    monkeypatch.setattr(module, "TIMEOUT_S", 60.0)
     monkeypatch.setattr(module, "RELAYED_MEASURE_S", 0.0)
     monkeypatch.setattr(module, "RETRY_S", 0.01)
+    monkeypatch.setattr(module, "can_connect", can_connect)
     reported: asyncio.Queue[tuple[str, ProbeResult]] = asyncio.Queue()
     server = net.server(control_codec(), lambda *_: None)
     relayed_routes = FakeRoutes(0)
@@ -313,7 +321,6 @@ async def test_a_peer_reached_by_a_relayed_route(net: Net, monkeypatch: pytest.M
         target = member(net.keys.public, closed.getsockname()[1])
         prober.add_peer(target)
         assert await reported.get() == (target.peer, ProbeResult(False))
-        monkeypatch.setattr(module, "TIMEOUT_S", 5.0)
         relayed_routes.port = server.port
         prober.retry_peer(target.peer)
         prober.retry_peer("nobody")

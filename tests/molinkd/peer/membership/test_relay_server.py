@@ -396,18 +396,21 @@ class Dropper:
         self._rest[writer] = rest
 
 
-def lie(monkeypatch: pytest.MonkeyPatch, passes: Pass, honest: int) -> None:
+def lie(monkeypatch: pytest.MonkeyPatch, passes: Pass, honest: int) -> Counter[str]:
     """Make the relay pass the first ``honest`` bytes of each end, and give the rest to ``passes``.
 
-    It still answers echo requests.
+    It still answers echo requests. Returns how many chunks it has passed and given.
     """
+    chunks = Counter[str]()
 
     async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         passed = 0
         while data := await reader.read(CHUNK_BYTES):
             if passed < honest:
+                chunks["passed"] += 1
                 writer.write(data)
             else:
+                chunks["given"] += 1
                 passes(data, writer)
             passed += len(data)
 
@@ -423,6 +426,7 @@ def lie(monkeypatch: pytest.MonkeyPatch, passes: Pass, honest: int) -> None:
             other[1].transport.abort()
 
     monkeypatch.setattr(module, "splice_streams", splice)
+    return chunks
 
 
 @pytest.mark.parametrize("honest", [PORT_BYTES + STREAM_NONCE_BYTES, 200], ids=["at once", "later"])
@@ -470,12 +474,12 @@ async def test_a_relay_that_passes_signs_of_life_only_is_reported(
 ) -> None:
     monkeypatch.setattr(relayed_stream, "SIGN_INTERVAL_S", 0.02)
     port = await bench.serve()
-    lie(monkeypatch, Dropper(), PORT_BYTES + STREAM_NONCE_BYTES)
+    chunks = lie(monkeypatch, Dropper(), PORT_BYTES + STREAM_NONCE_BYTES)
     bench.open()
     for _ in range(ends.LOSS_LIMIT.burst + 1):
-        stream = await bench.dial(port)
-        # The first chunk is relayed; it ends with a complete record.
-        await asyncio.sleep(0.1)
+        stream, given = await bench.dial(port), chunks["given"]
+        # Both ends' first chunks are relayed; each ends with a complete record.
+        await until(lambda given=given: chunks["given"] > given + 2)
         stream[1].write(b"hello")
         await ended(stream)
     await until(lambda: bench.failed)
@@ -503,13 +507,13 @@ async def test_connections_given_up_without_an_answer_count_too(
     monkeypatch.setattr(relayed_stream, "SIGN_INTERVAL_S", 0.02)
     monkeypatch.setitem(relayed_stream.MAX_UNANSWERED, "dials", 1 << 30)
     port = await bench.serve()
-    lie(monkeypatch, pass_nothing, 200)
+    chunks = lie(monkeypatch, pass_nothing, 200)
     bench.open()
     while not bench.failed:
-        stream = await bench.dial(port)
+        stream, given = await bench.dial(port), chunks["given"]
         stream[1].write(b"hello" * 100)
-        await until(lambda: len(bench.dialling._tasks[ID]) == 2)
-        await asyncio.sleep(0.2)
+        # Both ends' signs of life remain unanswered.
+        await until(lambda given=given: chunks["given"] > given + 20)
         stream[1].close()
     assert bench.failed == [("b", ID)]
 
