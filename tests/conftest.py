@@ -1,6 +1,7 @@
 """Fixtures that every test may use."""
 
 import asyncio
+import contextlib
 import os
 import shutil
 import sys
@@ -135,6 +136,12 @@ def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEv
     return {"selector": EventLoop}
 
 
+def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The temporary folder that all processes of a parallel run share."""
+    base = tmp_path_factory.getbasetemp()
+    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+
 @pytest.fixture(scope="session")
 def make_model(tmp_path_factory: pytest.TempPathFactory) -> MakeModel:
     """Make random small models: ``make_model(folder, family, seed, **config_fields) -> folder``.
@@ -142,9 +149,7 @@ def make_model(tmp_path_factory: pytest.TempPathFactory) -> MakeModel:
     ``family`` is a ``model_type`` that molink supports. The folder has weights, configs, a
     byte-level ``tokenizer.json`` (259 ids) and a ChatML template.
     """
-    base = tmp_path_factory.getbasetemp()
-    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
-    return MakeModel(shared / "models")
+    return MakeModel(shared_folder(tmp_path_factory) / "models")
 
 
 @pytest.fixture
@@ -163,5 +168,12 @@ async def net() -> AsyncIterator[Net]:
 @pytest.fixture(scope="session")
 def built_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel of this repository, as a release has it."""
-    folder, epoch = tmp_path_factory.mktemp("wheel"), read_epoch()
-    return build_wheel(copy_source(folder / "source", epoch), folder, epoch)
+    made, epoch = shared_folder(tmp_path_factory) / "wheel", read_epoch()
+    if not made.exists():
+        folder = tmp_path_factory.mktemp("wheel")
+        source = copy_source(folder / "source", epoch)
+        build_wheel(source, folder / "built", epoch)
+        with contextlib.suppress(OSError):  # another process has built it meanwhile
+            (folder / "built").rename(made)
+    (wheel,) = made.glob("*.whl")
+    return wheel

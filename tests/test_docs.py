@@ -69,8 +69,11 @@ def headings(text: str) -> set[str]:
 def defined_names(path: Path) -> frozenset[str]:
     """Names of a module's classes, functions, constants, methods (``Class.name``) and fields."""
     found = set()
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    for scope in ast.walk(tree):
+    scopes: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
+    while scopes:
+        scope = scopes.pop()
+        # Expressions define nothing, and make up most of a file.
+        scopes += (one for one in ast.iter_child_nodes(scope) if not isinstance(one, ast.expr))
         if isinstance(scope, ast.Module | ast.ClassDef):
             names = set()
             for node in scope.body:

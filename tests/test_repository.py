@@ -153,11 +153,18 @@ def is_text_file_call(call: ast.Call, name: str) -> bool:
     )
 
 
+@functools.cache
+def uses_of(path: Path) -> tuple[ast.Attribute | ast.Call, ...]:
+    """All calls and attributes of a file."""
+    nodes = ast.walk(parse(path))
+    return tuple(node for node in nodes if isinstance(node, ast.Attribute | ast.Call))
+
+
 def faults(path: Path) -> Iterator[str]:
-    for node in ast.walk(parse(path)):
+    for node in uses_of(path):
         if isinstance(node, ast.Attribute):
             found = [node.attr] * node.attr.endswith("_pyobj")
-        elif isinstance(node, ast.Call):
+        else:
             name = dotted(node.func)
             found = [f"calls {name}"] * (name in BANNED_CALLS)
             found += ["runs a shell"] * any(
@@ -165,8 +172,6 @@ def faults(path: Path) -> Iterator[str]:
                 and not (isinstance(word.value, ast.Constant) and word.value.value is False)
                 for word in node.keywords
             )
-        else:
-            continue
         for fault in found:
             yield f"{path.relative_to(ROOT)}:{node.lineno} {fault}"
 
@@ -191,7 +196,7 @@ def test_text_files_name_their_encoding() -> None:
     nameless = [
         f"{path.relative_to(ROOT)}:{node.lineno}"
         for path in SOURCES
-        for node in ast.walk(parse(path))
+        for node in uses_of(path)
         if isinstance(node, ast.Call)
         and is_text_file_call(node, dotted(node.func))
         and not any(word.arg == "encoding" for word in node.keywords)

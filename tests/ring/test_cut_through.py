@@ -154,7 +154,7 @@ def test_decode_waits_for_a_sub_chunk_only() -> None:
     cut_through=st.sampled_from([True, True, True, False]),
     seed=st.integers(0, 1 << 32),
 )
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_every_token_arrives_once(stages: int, chunk: int, cut_through: bool, seed: int) -> None:
     """Requests are cancelled while half a volume has run or is still arriving, anywhere in the
     ring.

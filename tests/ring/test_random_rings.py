@@ -730,7 +730,7 @@ def every_request_gets_its_own_tokens(
     ring.drain(rng.choice)
 
 
-test_every_request_gets_its_own_tokens = settings(max_examples=50)(
+test_every_request_gets_its_own_tokens = settings(max_examples=25)(
     ANY_RING(every_request_gets_its_own_tokens)
 )
 test_every_request_gets_its_own_tokens_in_many_more_rings = pytest.mark.slow(

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -422,7 +423,15 @@ KINDS = (
     "gemma4 with experts",
 )
 BLOCKS = (5, 0, 17, 3, 9, 30, 2, 40, 11, 12, 13, 21, 22, 23, 1, 4, 6, 7, 8, 10)
-LENGTH = 75
+#: Tokens of a prompt, and of a greedy answer, which begins two new blocks.
+LENGTH, ANSWER = 75, 16
+MakeReference = Callable[[Path], Reference]
+
+
+@pytest.fixture(scope="module")
+def make_reference() -> MakeReference:
+    """``make_reference(folder) -> Reference``; loaded once."""
+    return cache(Reference)
 
 
 @pytest.fixture(scope="module")
@@ -448,19 +457,19 @@ def folder_of(
 def test_logits_and_greedy_text(
     folder_of: Callable[..., Path],
     make_ring: type[Ring],
-    make_reference: type[Reference],
+    make_reference: MakeReference,
     random_tokens: Callable[..., list[int]],
     name: str,
 ) -> None:
     folder = folder_of(name)
     tokens, reference = random_tokens(LENGTH), make_reference(folder)
     expected = reference.logits(tokens)
-    greedy = reference.generate(tokens, 32)
+    greedy = reference.generate(tokens, ANSWER)
     for splits in ((), (1, 3)):
         ring = make_ring(folder, splits)
         logits = ring.run(tokens, [SequenceRows(0, LENGTH, BLOCKS)])
         torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
-        assert ring.generate(tokens, 32, BLOCKS) == greedy
+        assert ring.generate(tokens, ANSWER, BLOCKS) == greedy
 
 
 def test_internlm3_as_on_the_hub(
@@ -485,7 +494,7 @@ def test_phi4_multimodal_without_what_sees_and_hears(
     make_model: MakeModel,
     tmp_path: Path,
     make_ring: type[Ring],
-    make_reference: type[Reference],
+    make_reference: MakeReference,
     random_tokens: Callable[..., list[int]],
 ) -> None:
     folder = make_model(tmp_path, "phi3", 3, **PHI4_MINI, original_max_position_embeddings=256)
@@ -576,7 +585,7 @@ def test_experts_in_stacks_are_those_of_separate_tensors(
 def test_recurrent_layers_in_stages_of_one_layer(
     folder_of: Callable[..., Path],
     make_ring: type[Ring],
-    make_reference: type[Reference],
+    make_reference: MakeReference,
     random_tokens: Callable[..., list[int]],
     name: str,
 ) -> None:
@@ -593,30 +602,31 @@ def test_recurrent_layers_in_stages_of_one_layer(
                 states.memories.fill_(torch.nan)
                 states.conv_rows.fill_(torch.nan)
     # Another request in the same blocks and slot sees nothing of the first one.
+    expected = reference.generate(tokens[:40], ANSWER)
     for chunk in (1024, 7, 1):
-        assert ring.generate(tokens[:40], 32, BLOCKS, chunk) == reference.generate(tokens[:40], 32)
+        assert ring.generate(tokens[:40], ANSWER, BLOCKS, chunk) == expected
 
 
 def test_layers_that_keep_nothing_in_stages_of_one_layer(
     folder_of: Callable[..., Path],
     make_ring: type[Ring],
-    make_reference: type[Reference],
+    make_reference: MakeReference,
     random_tokens: Callable[..., list[int]],
 ) -> None:
     folder, tokens = folder_of("nemotron_h"), random_tokens(40)
     ring = make_ring(folder, (1, 2, 3))
     assert [stage.block_bytes(8) > 0 for stage in ring.stages] == [False, False, True, False]
     assert [stage.state_bytes > 0 for stage in ring.stages] == [True, False, False, False]
-    expected = make_reference(folder).generate(tokens, 32)
+    expected = make_reference(folder).generate(tokens, ANSWER)
     for chunk in (1024, 7, 1):
-        assert ring.generate(tokens, 32, BLOCKS, chunk) == expected
+        assert ring.generate(tokens, ANSWER, BLOCKS, chunk) == expected
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_prefill_in_chunks(
     folder_of: Callable[..., Path],
     make_ring: type[Ring],
-    make_reference: type[Reference],
+    make_reference: MakeReference,
     random_tokens: Callable[..., list[int]],
     name: str,
 ) -> None:
@@ -634,7 +644,7 @@ def test_prefill_in_chunks(
 def test_rows_of_several_requests(
     folder_of: Callable[..., Path],
     make_ring: type[Ring],
-    make_reference: type[Reference],
+    make_reference: MakeReference,
     random_tokens: Callable[..., list[int]],
     name: str,
 ) -> None:
@@ -667,7 +677,7 @@ def test_rows_of_several_requests(
 def test_16_bit_weights_stay_close(
     folder_of: Callable[..., Path],
     make_ring: type[Ring],
-    make_reference: type[Reference],
+    make_reference: MakeReference,
     random_tokens: Callable[..., list[int]],
     name: str,
 ) -> None:
@@ -682,7 +692,7 @@ def test_longrope_depends_on_the_maximum_length(
     make_model: MakeModel,
     tmp_path: Path,
     make_ring: type[Ring],
-    make_reference: type[Reference],
+    make_reference: MakeReference,
     random_tokens: Callable[..., list[int]],
     chunk: int,
 ) -> None:
@@ -709,7 +719,7 @@ def test_longrope_requests_of_both_lengths_in_a_batch(
     make_model: MakeModel,
     tmp_path: Path,
     make_ring: type[Ring],
-    make_reference: type[Reference],
+    make_reference: MakeReference,
     random_tokens: Callable[..., list[int]],
 ) -> None:
     fields = PHI4_MINI | {"original_max_position_embeddings": 48}

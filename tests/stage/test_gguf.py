@@ -26,7 +26,8 @@ from tests.support.models import MakeModel
 from tests.support.stage import Reference, Ring
 
 BLOCKS = tuple(range(16))
-LENGTH = 60
+#: Tokens of a prompt, and of a greedy answer, which begins two new blocks.
+LENGTH, ANSWER = 60, 13
 #: Weights that are unpacked become f32, so that only the order of sums differs.
 EXACT: dict[str, Any] = {"avoid": ("compiled-linear",)}
 WIDE = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "num_hidden_layers": 2}
@@ -206,7 +207,7 @@ def test_logits_and_greedy_text(
     path = write_gguf(folder, tmp_path / "model.gguf", kind, exact=tmp_path / "exact")
     opened = import_gguf(path, tmp_path / "unpacked", NullCounter(), threading.Event())
     tokens, reference = random_tokens(LENGTH), make_reference(tmp_path / "exact")
-    expected, greedy = reference.logits(tokens), reference.generate(tokens, 24)
+    expected, greedy = reference.logits(tokens), reference.generate(tokens, ANSWER)
     # transformers has errors as large: large scores amplify the order of sums.
     within = 1e-5 * max(10.0, float(expected.abs().max()))
     stays = kind.name.lower() in (*BLOCK_FORMATS, "mxfp4")
@@ -219,7 +220,8 @@ def test_logits_and_greedy_text(
         ring = make_ring(opened, splits, avoid=(*disabled_kernels, "compiled-linear"))
         logits = ring.run(tokens, [SequenceRows(0, LENGTH, BLOCKS)])
         torch.testing.assert_close(logits, expected, atol=within, rtol=0)
-        assert ring.generate(tokens, 24, BLOCKS) == greedy
+        if not disabled_kernels:
+            assert ring.generate(tokens, ANSWER, BLOCKS) == greedy
 
 
 def test_a_mixture_takes_the_room_of_its_blocks(

@@ -18,7 +18,8 @@ FILES = (
     "diagnostics/test_parity.py",
     "diagnostics/test_kernel_checks.py",
     "decoder/test_norm.py",
-    "attention/test_compiled.py",
+    "attention/test_compiled.py::test_memory_of_a_stage",
+    "attention/test_compiled.py::test_results_that_are_off_are_not_used",
     "test_compiled.py",
     "test_torch_dtypes.py",
 )

@@ -106,6 +106,15 @@ def stages(folder: ModelFolder) -> Sequence[Stage]:
     return [Stage.load_layers(folder, layers, "cpu", "f32") for layers in STAGES]
 
 
+Answers = tuple[dict[str, list[OutputToken]], dict[str, float]]
+
+
+@pytest.fixture(scope="module")
+def undrafted(stages: Sequence[Stage]) -> Answers:
+    """Answers without drafts."""
+    return answers(stages, 0)
+
+
 def prompts() -> list[tuple[int, ...]]:
     """Prompts of various lengths; most repeat themselves."""
     rng = random.Random(3)
@@ -122,7 +131,7 @@ def answers(
     asked: Sequence[int] = range(5),
     drafter: DraftProposer | None = None,
     **limits: Any,
-) -> tuple[dict[str, list[OutputToken]], dict[str, float]]:
+) -> Answers:
     """Answers to the given prompts, and the scheduler's counters with the run's seconds."""
     queue, tables = EventQueue(), [RequestTable() for _ in stages]
     for stage in stages:
@@ -148,9 +157,10 @@ def answers(
     ring.on_emission = lambda emission, _: found.setdefault(emission.message.key, []).append(
         emission.message
     )
+    given_prompts = prompts()
     for name in samplings:
         for index in asked:
-            prompt = prompts()[index]
+            prompt = given_prompts[index]
             request = make_state(
                 "d", f"{name} {index}", prompt, len(prompt), count, SAMPLINGS[name], (11,), 1 << 20
             )
@@ -171,8 +181,8 @@ def plain(found: dict[str, list[OutputToken]]) -> dict[str, list[Any]]:
     }
 
 
-def test_lookups_change_no_answer(stages: Sequence[Stage]) -> None:
-    without, _ = answers(stages, 0)
+def test_lookups_change_no_answer(stages: Sequence[Stage], undrafted: Answers) -> None:
+    without, _ = undrafted
     found, counters = answers(stages, 3)
     assert plain(found) == plain(without)
     assert counters["scheduler_draft_tokens_total"] > 20
@@ -184,9 +194,9 @@ def test_lookups_change_no_answer(stages: Sequence[Stage]) -> None:
 
 @pytest.mark.parametrize(("num_speculative_tokens", "ahead"), [(1, 0), (MAX_DRAFTS, 0), (2, 3)])
 def test_drafts_that_are_often_right_change_no_answer(
-    stages: Sequence[Stage], num_speculative_tokens: int, ahead: int
+    stages: Sequence[Stage], undrafted: Answers, num_speculative_tokens: int, ahead: int
 ) -> None:
-    without, before = answers(stages, 0)
+    without, before = undrafted
     texts = [
         [*prompts()[int(key[-1])], *(token.token for token in tokens)]
         for key, tokens in without.items()
@@ -231,9 +241,7 @@ STAGE = Profile(decode=((1, 0.010), (64, 0.012)), prefill=((16, 0.010), (64, 0.0
 SMALL = DraftModelFacts(Profile(decode=((1, 0.001),), prefill=((16, 0.001), (64, 0.002))), 64)
 
 
-def draft_model(
-    folder: ModelFolder, stages: Sequence[Stage], **answered: Any
-) -> tuple[dict[str, list[OutputToken]], dict[str, float]]:
+def draft_model(folder: ModelFolder, stages: Sequence[Stage], **answered: Any) -> Answers:
     """Answers with all layers of ``folder`` as draft model, which frees all its KV blocks."""
     whole = Stage.load_layers(folder, (0, folder.config.layers), "cpu", "f32")
     drafter = DraftProposer(whole, 40, BLOCK_SIZE, stages[0].config.vocab_size)
@@ -245,9 +253,12 @@ def draft_model(
 
 @pytest.mark.parametrize("num_speculative_tokens", [2, AUTO_DRAFTS])
 def test_correct_drafts_change_no_answer(
-    folder: ModelFolder, stages: Sequence[Stage], num_speculative_tokens: int
+    folder: ModelFolder,
+    stages: Sequence[Stage],
+    undrafted: Answers,
+    num_speculative_tokens: int,
 ) -> None:
-    without, _ = answers(stages, 0)
+    without, _ = undrafted
     _, lookups = answers(stages, num_speculative_tokens, profiles=(STAGE,) * 3)
     found, counters = draft_model(folder, stages, num_speculative_tokens=num_speculative_tokens)
     assert plain(found) == plain(without)
@@ -268,9 +279,13 @@ def test_a_draft_model_saves_round_trips(folder: ModelFolder, stages: Sequence[S
 
 @pytest.mark.parametrize("num_speculative_tokens", [2, AUTO_DRAFTS])
 def test_wrong_drafts_change_no_answer(
-    make_model: Any, tmp_path: Any, stages: Sequence[Stage], num_speculative_tokens: int
+    make_model: Any,
+    tmp_path: Any,
+    stages: Sequence[Stage],
+    undrafted: Answers,
+    num_speculative_tokens: int,
 ) -> None:
-    without, before = answers(stages, 0)
+    without, before = undrafted
     other = ModelFolder.open(make_model(tmp_path, seed=9))
     found, counters = draft_model(other, stages, num_speculative_tokens=num_speculative_tokens)
     assert plain(found) == plain(without)
@@ -305,9 +320,7 @@ class NoDrafts:
         return DraftProposal()
 
 
-def mtp_drafts(
-    stages: Sequence[Stage], drafts: int, **asked: Any
-) -> tuple[dict[str, list[OutputToken]], dict[str, float]]:
+def mtp_drafts(stages: Sequence[Stage], drafts: int, **asked: Any) -> Answers:
     profiles = (STAGE, STAGE, LAST_STAGE)
     return answers(stages, drafts, asked.pop("source", NoDrafts), profiles=profiles, **asked)
 
@@ -317,6 +330,11 @@ def random_mtp(make_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Seq
     made = add_draft_layer(make_model(tmp_path_factory.mktemp("random"), "glm4_moe"))
     folder = ModelFolder.open(made)
     return [Stage.load_layers(folder, layers, "cpu", "f32") for layers in STAGES]
+
+
+@pytest.fixture(scope="module")
+def random_undrafted(random_mtp: Sequence[Stage]) -> Answers:
+    return answers(random_mtp, 0, count=12)
 
 
 @pytest.fixture(scope="module")
@@ -344,17 +362,26 @@ def right_mtp(make_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Sequ
     return [Stage.load_layers(folder, layers, "cpu", "f32") for layers in STAGES]
 
 
+@pytest.fixture(scope="module")
+def right_undrafted(right_mtp: Sequence[Stage]) -> Answers:
+    return answers(right_mtp, 0, asked=(0, 1, 2))
+
+
 @pytest.mark.parametrize(("count", "source"), [(3, NoDrafts), (AUTO_DRAFTS, PromptLookup)])
-def test_mtp_drafts_change_no_answer(random_mtp: Sequence[Stage], count: int, source: Any) -> None:
-    without, _ = answers(random_mtp, 0, count=12)
+def test_mtp_drafts_change_no_answer(
+    random_mtp: Sequence[Stage], random_undrafted: Answers, count: int, source: Any
+) -> None:
+    without, _ = random_undrafted
     found, counters = mtp_drafts(random_mtp, count, source=source, count=12)
     assert plain(found) == plain(without)
     assert counters["scheduler_draft_tokens_total"] > 20
 
 
 @pytest.mark.parametrize("count", [1, 5, AUTO_DRAFTS])
-def test_right_mtp_drafts_change_no_answer(right_mtp: Sequence[Stage], count: int) -> None:
-    without, before = answers(right_mtp, 0, asked=(0, 1, 2))
+def test_right_mtp_drafts_change_no_answer(
+    right_mtp: Sequence[Stage], right_undrafted: Answers, count: int
+) -> None:
+    without, before = right_undrafted
     found, counters = mtp_drafts(right_mtp, count, asked=(0, 1, 2))
     assert plain(found) == plain(without)
     assert counters["scheduler_draft_tokens_accepted_total"] > 20

@@ -32,6 +32,22 @@ SPLITS = ((0, 1), (1, 3), (3, 4))
 BLOCK_SIZE, ANSWER = 4, 32
 GREEDY = SamplingParams(temperature=0.0)
 LENGTHS = (3, 41, 8, 22, 1, 30)
+FAMILIES = (
+    "qwen3_next",
+    "qwen3_5_text",
+    "lfm2_moe",
+    "granitemoehybrid",
+    "nemotron_h",
+    "kimi_linear",
+    "falcon_h1",
+)
+#: Limits of a scheduler; each family runs with two of them.
+LIMITS: tuple[dict[str, int], ...] = (
+    {},
+    {"max_num_batched_tokens": 7},
+    {"state_slots": 1, "max_num_seqs": 1},
+    {"state_slots": 2},
+)
 Prompts = dict[str, tuple[int, ...]]
 
 
@@ -102,21 +118,15 @@ class States:
         self.answers[message.key].append(message.token)
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        "qwen3_next",
-        "qwen3_5_text",
-        "lfm2_moe",
-        "granitemoehybrid",
-        "nemotron_h",
-        "kimi_linear",
-        "falcon_h1",
-    ],
-)
-def folder(request: pytest.FixtureRequest, make_model: MakeModel, tmp_path_factory: Any) -> Path:
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def folder(family: str, make_model: MakeModel, tmp_path_factory: Any) -> Path:
     torch.set_num_threads(1)
-    return make_model(tmp_path_factory.mktemp("states"), request.param, 3)
+    return make_model(tmp_path_factory.mktemp("states"), family, 3)
 
 
 @pytest.fixture(scope="module")
@@ -140,23 +150,15 @@ def expected(folder: Path, prompts: Prompts) -> dict[str, list[int]]:
     return {key: reference.generate(prompt, ANSWER) for key, prompt in prompts.items()}
 
 
-@pytest.mark.parametrize(
-    "limits",
-    [
-        {},
-        {"max_num_batched_tokens": 7},
-        {"state_slots": 1, "max_num_seqs": 1},
-        {"state_slots": 2},
-    ],
-    ids=["plenty", "odd chunks", "one state", "fewer states than requests"],
-)
+@pytest.mark.parametrize("turn", range(2))
 def test_answers_are_those_of_transformers(
+    family: str,
     stages: Sequence[Stage],
     prompts: Prompts,
     expected: dict[str, list[int]],
-    limits: dict[str, Any],
+    turn: int,
 ) -> None:
-    served = States(stages, **limits)
+    served = States(stages, **LIMITS[(FAMILIES.index(family) + 2 * turn) % len(LIMITS)])
     served.submit(prompts)
     assert served.finish() == expected
 

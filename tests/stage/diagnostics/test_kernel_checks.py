@@ -99,6 +99,12 @@ def always_compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     slow_kernels.cache_clear()
     yield
     slow_kernels.cache_clear()
+
+
+@pytest.fixture
+def broken_kernels() -> Iterator[None]:
+    """Kernels that are compiled while they are broken are not used by other tests."""
+    yield
     create_matmul.cache_clear()
     create_rowwise.cache_clear()
 
@@ -136,6 +142,7 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     ],
 )
 def test_a_failing_kernel_is_replaced_by_the_next(
+    broken_kernels: None,
     model: Path,
     tmp_path: Path,
     make_ring: type[Ring],
@@ -208,7 +215,7 @@ def test_fused_attention_that_is_wrong(
 
 
 def test_a_device_on_which_nothing_is_right_is_refused(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    broken_kernels: None, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     exact = PlainLinear.__call__
     monkeypatch.setattr(PlainLinear, "__call__", lambda *given: exact(*given) + 1)

@@ -36,10 +36,15 @@ def results(*wanted: str) -> list[dict[str, Any]]:
     return [one.run_trial() for one in parity.run_trials(CPU) if one.kernel in wanted]
 
 
-def test_all_kernels_of_this_cpu(capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_kernels_of_this_cpu(
+    make_model: MakeModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the shapes of a small model; those of usual ones: ``tests/e2e/test_pairing.py``."""
+    folder = make_model(tmp_path, "llama", 3, head_dim=32)
     before = torch.get_num_threads()
+    given = ["--device", "cpu", "--threads", "1", "--skip", "packed-linear,nf4"]
     try:
-        parity.main(["--device", "cpu", "--threads", "1", "--skip", "packed-linear,nf4"])
+        parity.main([*given, "--model", str(folder)])
     finally:
         torch.set_num_threads(before)
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
