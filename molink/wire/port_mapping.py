@@ -29,11 +29,13 @@ _ADDRESS, _MAP_TCP = 0, 2
 _PMP_MAP = struct.Struct("!BBHHHI")
 _PMP_ADDRESS_ANSWER = struct.Struct("!BBHI4s")
 _PMP_MAP_ANSWER = struct.Struct("!BBHIHHI")
+FORBIDDEN = "it doesn't let PCs open ports: allow that in its settings"
+TAKEN = "another PC of this home has the port: choose others"
 #: Explanations of the results of both protocols that a user can act on.
 _EXPLANATIONS = {
-    (_PCP, 2): "it doesn't let PCs open ports: allow that in its settings",
-    (_PCP, 11): "another PC of this home has the port: choose others",
-    (_NAT_PMP, 2): "it doesn't let PCs open ports: allow that in its settings",
+    (_PCP, 2): FORBIDDEN,
+    (_PCP, 11): TAKEN,
+    (_NAT_PMP, 2): FORBIDDEN,
     (_NAT_PMP, 3): "it has no connection to the internet",
 }
 
@@ -65,6 +67,15 @@ class UnsupportedVersion:
     """The router doesn't speak PCP; ``speaks_pmp`` tells whether it speaks NAT-PMP."""
 
     speaks_pmp: bool
+
+
+def is_public_address(text: str) -> bool:
+    """Whether ``text`` is an IPv4 address of one host on the internet."""
+    try:
+        address = ipaddress.IPv4Address(text)
+    except ValueError:
+        return False
+    return address.is_global and not address.is_multicast
 
 
 def encode_pcp_request(own: str, port: int, nonce: bytes, lifetime: int = LIFETIME_S) -> bytes:

@@ -62,6 +62,7 @@ from molinkd.peer.membership.membership_record import (
 )
 from molinkd.peer.membership.port_mapper import PortMapper
 from molinkd.peer.membership.rendezvous_client import RendezvousClient, open_rendezvous
+from molinkd.peer.membership.upnp_client import UpnpClient
 from molinkd.peer.node import Node
 from molinkd.peer.resources import Resources
 from molinkd.tasks import cancel_tasks
@@ -223,7 +224,8 @@ class Daemon:
             return None
         coordinator = 0 if self._launch.pc else settings.coordinator_port
         mapper = PortMapper(
-            [port for port in (coordinator, settings.control_port, *settings.member_ports) if port]
+            [port for port in (coordinator, settings.control_port, *settings.member_ports) if port],
+            UpnpClient(self._home.logs / "upnp.log"),
         )
         stack.push_async_callback(mapper.close)
         await mapper.start()

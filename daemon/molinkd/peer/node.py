@@ -272,6 +272,7 @@ class Node:
         known = {
             "kind": kind,
             "forwards": "" if mapper is None else mapper.address,
+            "protocol": "" if mapper is None else mapper.mapped_by,
             "refuses": "" if mapper is None else mapper.failure,
         }
         if not any(known.values()):

@@ -80,7 +80,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     #: Whether the leader announces the swarm on the local network and accepts pairing requests, and
     #: ``molink join`` without a token scans for swarms.
     discovery: bool = True
-    #: Whether to ask the router to forward this PC's ports (PCP, NAT-PMP).
+    #: Whether to ask the router to forward this PC's ports (PCP, NAT-PMP, UPnP).
     port_mapping: bool = False
     #: Where peers behind routers meet, ``SECRET@HOST:PORT``; empty means that of the token.
     rendezvous: Annotated[str, msgspec.Meta(max_length=256)] = ""

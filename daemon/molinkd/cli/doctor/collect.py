@@ -145,6 +145,7 @@ def read_swarm(status: dict[str, Any], pid: int, began: float, ended: float) -> 
         ),
         router=str(router.get("kind", "")),
         forwarded=str(router.get("forwards", "")),
+        forwarded_by=str(router.get("protocol", "")),
         not_forwarded=str(router.get("refuses", "")),
         clock_offset_s=None if theirs is None else (began + ended) / 2 - float(theirs),
         clock_error_s=(ended - began) / 2,

@@ -78,8 +78,8 @@ class SwarmFacts:
     ``clock_error_s``; ``None`` if unknown. ``unreachable`` are pairs of ids (source, target);
     ``relayed`` are triples (source, target, relay) of connections that stay with their relay, and
     ``punched`` pairs that leave it; ``model`` is the served model. ``router`` is the kind of this
-    PC's router, ``forwarded`` the address whose ports it forwards, ``not_forwarded`` why it
-    doesn't.
+    PC's router, ``forwarded`` the address whose ports it forwards, by the protocol
+    ``forwarded_by``, ``not_forwarded`` why it doesn't.
     """
 
     id: str
@@ -93,6 +93,7 @@ class SwarmFacts:
     punched: tuple[tuple[str, str], ...] = ()
     router: str = ""
     forwarded: str = ""
+    forwarded_by: str = ""
     not_forwarded: str = ""
     model: str = ""
     clock_offset_s: float | None = None

@@ -221,7 +221,11 @@ def _check_router(swarm: SwarmFacts) -> Finding | None:
         )
         return Finding("nat", "warning", text, _ADVERTISE)
     if swarm.forwarded:
-        text = tr("the router forwards molink's ports of {address}", address=swarm.forwarded)
+        text = tr(
+            "the router forwards molink's ports of {address} ({protocol})",
+            address=swarm.forwarded,
+            protocol=swarm.forwarded_by,
+        )
         return Finding("nat", "ok", text)
     return _describe_punched(swarm)
 

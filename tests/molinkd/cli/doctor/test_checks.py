@@ -416,16 +416,16 @@ def test_the_firewall(facts: Any, known: Any, level: str, text: str, command: st
         ),
         (
             network(),
-            swarm(router="symmetric", forwarded="8.8.4.4"),
+            swarm(router="symmetric", forwarded="8.8.4.4", forwarded_by="UPnP"),
             "ok",
-            "the router forwards molink's ports of 8.8.4.4",
+            "the router forwards molink's ports of 8.8.4.4 (UPnP)",
             None,
         ),
         (
             network(),
-            swarm(not_forwarded="it speaks neither PCP nor NAT-PMP: enable one in its settings"),
+            swarm(not_forwarded="it answers neither PCP, NAT-PMP nor UPnP: enable one there"),
             "warning",
-            "the router forwards no ports: it speaks neither PCP nor NAT-PMP",
+            "the router forwards no ports: it answers neither PCP, NAT-PMP nor UPnP",
             None,
         ),
         (

@@ -61,7 +61,7 @@ def test_swarm_facts_from_status() -> None:
             {"from": "b", "to": "a", "through": "c"},
             {"from": "a", "to": "b", "through": "c", "punched": True},
         ],
-        "router": {"kind": "cone", "forwards": "8.8.4.4", "refuses": ""},
+        "router": {"kind": "cone", "forwards": "8.8.4.4", "protocol": "UPnP"},
         "time": 1000.0,
     }
     found = read_swarm(status, 7, 1009.0, 1011.0)
@@ -76,7 +76,8 @@ def test_swarm_facts_from_status() -> None:
         1.0,
         (("b", "a", "c"),),
     )
-    assert (found.punched, found.router, found.forwarded) == ((("a", "b"),), "cone", "8.8.4.4")
+    assert (found.punched, found.router) == ((("a", "b"),), "cone")
+    assert (found.forwarded, found.forwarded_by) == ("8.8.4.4", "UPnP")
     assert [one.is_online for one in found.peers] == [True, False]
     # A status of an older version, or of a PC without a coordinator.
     bare = read_swarm({"swarm": "s", "peers": []}, 7, 0.0, 0.0)

@@ -28,6 +28,7 @@ from molink.wire.port_mapping import (
 from molinkd.peer.membership import port_mapper as module
 from molinkd.peer.membership.gateway import find_gateway, parse_routes
 from molinkd.peer.membership.port_mapper import PortMapper
+from molinkd.peer.membership.upnp_client import SILENT, UpnpReply
 from molinkd.peer.resources import Resources
 from molinkd.peer.settings import Settings
 from tests.support.net import until
@@ -78,6 +79,16 @@ class Router(asyncio.DatagramProtocol):
             self.transport.sendto(answer, address)
 
 
+class NoUpnp:
+    """No device answers by UPnP."""
+
+    async def map_ports(self, *_: Any) -> UpnpReply:
+        return UpnpReply(failure=SILENT)
+
+
+NO_UPNP: Any = NoUpnp()
+
+
 @pytest.fixture
 async def routers() -> AsyncIterator[list[Router]]:
     made: list[Router] = []
@@ -92,7 +103,7 @@ async def ask(routers: list[Router], answer: Callable[[bytes], bytes]) -> tuple[
         lambda: Router(answer), local_addr=("127.0.0.1", 0)
     )
     routers.append(router)
-    mapper = PortMapper(PORTS, lambda: "127.0.0.1", router.port)
+    mapper = PortMapper(PORTS, NO_UPNP, lambda: "127.0.0.1", router.port)
     await mapper.start()
     return mapper, router
 
@@ -102,7 +113,8 @@ async def test_ports_are_mapped_and_given_back(
     routers: list[Router], answer: Callable[[bytes], bytes]
 ) -> None:
     mapper, router = await ask(routers, answer)
-    assert (mapper.address, mapper.failure) == (PUBLIC, "")
+    name = "PCP" if answer is pcp_answer else "NAT-PMP"
+    assert (mapper.address, mapper.mapped_by, mapper.failure) == (PUBLIC, name, "")
     asked = len(router.requests)
     await mapper.close()
     await until(lambda: len(router.requests) == asked + len(PORTS))
@@ -136,13 +148,14 @@ async def test_a_lost_request_is_sent_again(
         (lambda one: pcp_answer(one, address="100.64.0.9"), "translates once more"),
         (lambda one: pcp_answer(one, address="192.168.7.7"), "translates once more"),
         (lambda one: pcp_answer(one, address="127.0.0.1"), "translates once more"),
+        (lambda one: pcp_answer(one, address="224.0.0.1"), "translates once more"),
         (lambda one: pcp_answer(one, port=40001), "gives 40001"),
         (lambda one: pmp_answer(one, result=2), "doesn't let PCs"),
-        (lambda _: b"\x02\x81\x00\x00" + bytes(20), "neither PCP nor NAT-PMP"),
-        (lambda _: bytes(MAX_DATAGRAM), "neither PCP nor NAT-PMP"),
-        (lambda one: pcp_answer(one[:24] + b"x" * 12 + one[36:]), "neither PCP nor NAT-PMP"),
-        (lambda one: one, "neither PCP nor NAT-PMP"),
-        (lambda _: b"\x09\x81\x00\x01", "neither PCP nor NAT-PMP"),
+        (lambda _: b"\x02\x81\x00\x00" + bytes(20), "neither PCP, NAT-PMP nor UPnP"),
+        (lambda _: bytes(MAX_DATAGRAM), "neither PCP, NAT-PMP nor UPnP"),
+        (lambda one: pcp_answer(one[:24] + b"x" * 12 + one[36:]), "neither PCP, NAT-PMP nor UPnP"),
+        (lambda one: one, "neither PCP, NAT-PMP nor UPnP"),
+        (lambda _: b"\x09\x81\x00\x01", "neither PCP, NAT-PMP nor UPnP"),
     ],
 )
 async def test_other_answers_map_nothing(
@@ -172,7 +185,7 @@ async def test_a_router_that_floods_is_not_read_for_long(
 
 async def test_only_a_router_of_a_home_is_asked() -> None:
     for gateway in ("", "8.8.8.8"):
-        mapper = PortMapper(PORTS, lambda gateway=gateway: gateway)
+        mapper = PortMapper(PORTS, NO_UPNP, lambda gateway=gateway: gateway)
         await mapper.start()
         assert "no router" in mapper.failure
         await mapper.close()
@@ -182,15 +195,15 @@ async def test_a_router_that_does_not_listen_says_so() -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    mapper = PortMapper(PORTS, lambda: "127.0.0.1", port)
+    mapper = PortMapper(PORTS, NO_UPNP, lambda: "127.0.0.1", port)
     await mapper.start()
     assert mapper.address == ""
-    assert "neither PCP nor NAT-PMP" in mapper.failure
+    assert "neither PCP, NAT-PMP nor UPnP" in mapper.failure
     await mapper.close()
 
 
 def test_the_public_address_is_told_to_others() -> None:
-    mapper = PortMapper(PORTS)
+    mapper = PortMapper(PORTS, NO_UPNP)
     place: Any = SimpleNamespace(settings=Settings(host="192.168.1.7"), port_mapper=mapper)
     assert Resources.addresses.fget(place) == ("192.168.1.7",)  # type: ignore[attr-defined]
     mapper.address = PUBLIC
@@ -207,8 +220,6 @@ MINIUPNPD = """
 ext_ifname=wan0
 ext_ip=8.8.4.4
 listening_ip=lan0
-enable_natpmp=yes
-enable_upnp=no
 uuid=00000000-0000-0000-0000-000000000000
 allow 1024-65535 192.168.1.0/24 1024-65535
 """
@@ -224,12 +235,13 @@ table inet filter {
 }
 """
 MAP = """
-import asyncio, sys
+import asyncio, pathlib, sys
 from molinkd.peer.membership.port_mapper import PortMapper
+from molinkd.peer.membership.upnp_client import UpnpClient
 async def main():
-    mapper = PortMapper([5466, 5467, 5468])
+    mapper = PortMapper([5466, 5467, 5468], UpnpClient(pathlib.Path(sys.argv[1])))
     await mapper.start()
-    print(mapper.address or mapper.failure, flush=True)
+    print(mapper.mapped_by, mapper.address or mapper.failure, flush=True)
     sys.stdin.readline()
     await mapper.close()
 asyncio.run(main())
@@ -241,9 +253,19 @@ asyncio.run(main())
     homes_unavailable() is not None or shutil.which("miniupnpd") is None,
     reason=f"no router here: {homes_unavailable() or 'install miniupnpd-nftables'}",
 )
-def test_miniupnpd_forwards_ports_until_they_are_given_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("protocol", "options"),
+    [
+        ("PCP", "enable_natpmp=yes\nenable_upnp=no\n"),
+        ("UPnP", "enable_natpmp=no\nenable_upnp=yes\n"),
+    ],
+    ids=["PCP", "UPnP"],
+)
+def test_miniupnpd_forwards_ports_until_they_are_given_back(
+    tmp_path: Path, protocol: str, options: str
+) -> None:
     """miniupnpd is the UPnP server of most home routers with Linux."""
-    (tmp_path / "conf").write_text(MINIUPNPD, encoding="ascii")
+    (tmp_path / "conf").write_text(MINIUPNPD + options, encoding="ascii")
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with Homes([Node("internet"), Node("home")], ["open", "port-cone"]) as homes:
         inside = enter_command(homes.router(1))
@@ -255,9 +277,9 @@ def test_miniupnpd_forwards_ports_until_they_are_given_back(tmp_path: Path) -> N
             def forwards() -> bool:
                 return "5467" in run_system(*inside, "nft", "list", "ruleset")
 
-            mapping = homes.run(1, [sys.executable, "-c", MAP], **pipes)
+            mapping = homes.run(1, [sys.executable, "-c", MAP, tmp_path / "log"], **pipes)
             assert mapping.stdout is not None
-            assert mapping.stdout.readline() == f"{PUBLIC}\n"
+            assert mapping.stdout.readline() == f"{protocol} {PUBLIC}\n"
             assert forwards()
             mapping.communicate("\n", timeout=30)
             asyncio.run(until(lambda: not forwards()))
