@@ -56,7 +56,6 @@ class ModelsAnswer(msgspec.Struct, frozen=True):
     local: tuple[LocalModel, ...]
     catalog: tuple[CatalogModel, ...]
     offers: tuple[str, ...]
-    place: str
     memory: int
 
 
@@ -91,7 +90,7 @@ class OwnerRoutes:
         capacity = read_capacity(status, self.administration.quantize)
         found = await self.catalog_fits.describe_models(capacity)
         offers = choose_offers(found, capacity.quantize)
-        answer = ModelsAnswer(local, found, offers, capacity.place, capacity.memory)
+        answer = ModelsAnswer(local, found, offers, capacity.memory)
         return json_response(json.encode(answer))
 
     async def list_settings(self, request: web.Request) -> web.Response:

@@ -3,6 +3,7 @@
 import { call, EndpointError, events } from "./endpoint.js";
 import { messages, NOT_COMPLETE, path } from "./tree.js";
 import { t } from "./language.js";
+import { fixed } from "./units.js";
 
 const NUMBERS = [
   "temperature", "top_p", "top_k", "min_p", "max_tokens", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty",
@@ -25,7 +26,7 @@ export function sampling(settings) {
 
 // How long the first token of an answer took.
 export function firstToken({ first, started }) {
-  return t("first token in {seconds} s", { seconds: ((first - started) / 1000).toFixed(2) });
+  return t("first token in {seconds} s", { seconds: fixed((first - started) / 1000, 2) });
 }
 
 export class Answering {
@@ -119,7 +120,7 @@ export class Answering {
     const facts = [];
     const seconds = (this.last - this.first) / 1000;
     if (this.first) facts.push(firstToken(this));
-    if (tokens > 1 && seconds > 0) facts.push(t("{tokens} tokens, {rate} tokens/s", { tokens, rate: ((tokens - 1) / seconds).toFixed(1) }));
+    if (tokens > 1 && seconds > 0) facts.push(t("{tokens} tokens, {rate} tokens/s", { tokens, rate: fixed((tokens - 1) / seconds, 1) }));
     if (finish === "length") facts.push(t("stopped at the length limit"));
     if (finish === "stopped") facts.push(t("stopped"));
     if (finish === "left") facts.push(t(NOT_COMPLETE));

@@ -14,6 +14,7 @@ import { Swarm, whyWaiting } from "./swarm.js";
 import { add, choose, imagesOf, path, splitThoughts } from "./tree.js";
 import { fit, MessageList } from "./message_list.js";
 import { language, t, translatePage } from "./language.js";
+import { fixed } from "./units.js";
 
 translatePage();
 const NEW = "new";
@@ -206,7 +207,7 @@ function showProgress() {
   const answering = answers.get(conversation.id);
   const view = answering && messageList.views.get(answering.node.id);
   if (!view) return;
-  const rate = answering.rate ? ` · ${answering.rate.toFixed(1)} ${t("tokens/s")}` : "";
+  const rate = answering.rate ? ` · ${fixed(answering.rate, 1)} ${t("tokens/s")}` : "";
   if (answering.first) view.showState(firstToken(answering) + rate);
   else view.showState(answering.elapsed < 0.5 ? "" : whyWaiting(swarm.summary, answering.node.model, answering.elapsed));
 }

@@ -2,7 +2,7 @@
 
 import { arrange, byId, make, say, setSentence, setText, textButton } from "./dom.js";
 import { call, lines } from "./endpoint.js";
-import { bytes, count } from "./units.js";
+import { bytes, count, fixed } from "./units.js";
 import { t } from "./language.js";
 
 // How many models are listed before "Show all".
@@ -34,8 +34,8 @@ export class ModelShelf {
   async load() {
     try {
       this.answer = await (await call("/swarm/models")).json();
-      const { place, memory } = this.answer;
-      setText(byId("models-place"), t("Fit and speed of one answer: on {place}, {memory} of memory. Sizes are computed, speeds predicted.", { place: t(place), memory: bytes(memory) }));
+      const memory = bytes(this.answer.memory);
+      setText(byId("models-place"), t("Fit and speed of one answer: on this swarm, {memory} of memory. Sizes are computed, speeds predicted.", { memory }));
       this.#show();
     } catch (error) {
       setSentence(byId("models-place"), error.message);
@@ -85,7 +85,7 @@ export class ModelShelf {
 
 // Parameters, size and expected speed of a model of the catalog.
 export function describe(one) {
-  const speed = one.tokens_per_s ? t("about {rate} tokens/s", { rate: one.tokens_per_s < 10 ? one.tokens_per_s.toFixed(1) : Math.round(one.tokens_per_s) }) : "";
+  const speed = one.tokens_per_s ? t("about {rate} tokens/s", { rate: fixed(one.tokens_per_s, one.tokens_per_s < 10 ? 1 : 0) }) : "";
   const fit = one.quantize === null ? t("does not fit") : one.quantize === "none" ? "" : t("fits with {quantize}", one);
   return [t("{count} parameters", { count: count(one.parameters) }), `${bytes(one.download)}`, fit || speed].filter(Boolean).join(" · ");
 }

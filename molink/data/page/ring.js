@@ -5,6 +5,7 @@
 
 import { make, setSentence, setText, svg } from "./dom.js";
 import { t } from "./language.js";
+import { fixed } from "./units.js";
 
 const SIZE = 300, MIDDLE = SIZE / 2, RADIUS = 92, STAGE_RADIUS = 21;
 // Minimum seconds per animated pass.
@@ -72,7 +73,7 @@ export class Ring {
     setText(this.rows[at], describe(stage, share, this.ring.stages.length > 1));
     if (at === 0) {
       const rate = this.ring.tokens_per_s;
-      setText(this.rate, rate ? rate.toFixed(1) : "");
+      setText(this.rate, rate ? fixed(rate, 1) : "");
       setText(this.unit, rate ? t("tokens/s") : !this.ring.ready ? t("not ready") : this.ring.running ? t("busy") : t("idle"));
     }
   }
@@ -80,7 +81,7 @@ export class Ring {
   #move(moving) {
     const round = roundOf(this.ring);
     const slower = Math.max(1, MIN_PASS_S / round);
-    const times = slower >= 10 ? Math.round(slower) : slower.toFixed(1);
+    const times = fixed(slower, slower >= 10 ? 0 : 1);
     const shown = moving && !still.matches;
     const slow = shown && slower > 1.05 ? ` ${t("(animation slowed {times}×)", { times })}` : "";
     setText(this.timing, round > 1e-6 ? t("One pass takes about {time}{slow}.", { time: duration(round), slow }) : "");
@@ -163,6 +164,6 @@ export function layersOf({ layers: [first, last] }) {
 }
 
 export function duration(seconds) {
-  if (seconds >= 1) return `${seconds.toFixed(1)} s`;
-  return seconds >= 0.01 ? `${Math.round(seconds * 1000)} ms` : `${(seconds * 1000).toFixed(1)} ms`;
+  if (seconds >= 1) return `${fixed(seconds, 1)} s`;
+  return seconds >= 0.01 ? `${Math.round(seconds * 1000)} ms` : `${fixed(seconds * 1000, 1)} ms`;
 }

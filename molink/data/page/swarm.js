@@ -100,8 +100,8 @@ export function pcs(count) {
 export function stateOf(summary) {
   const { ready, trouble, offline } = summary;
   const state = ready ? t("ready") : t("not ready") + (trouble ? `: ${trouble}` : "");
-  const connected = t("{pcs} connected", { pcs: pcs(summary.online) });
-  return `${[connected, offline ? t("{offline} offline", { offline }) : "", state].filter(Boolean).join(", ")}.`;
+  const values = { pcs: pcs(summary.online), offline, state };
+  return offline ? t("{pcs} connected, {offline} offline, {state}.", values) : t("{pcs} connected, {state}.", values);
 }
 
 // Explain why a request sent `elapsed` seconds ago has no token yet.

@@ -1,13 +1,17 @@
 // Quantities in few characters.
 
-import { t } from "./language.js";
+import { language, t } from "./language.js";
 
 const SIZES = ["B", "kB", "MB", "GB", "TB", "PB"];
+
+// A number with that many decimals, as the page's language writes them.
+export const fixed = (number, decimals) =>
+  number.toLocaleString(language, { minimumFractionDigits: decimals, maximumFractionDigits: decimals, useGrouping: false });
 
 function scaled(number, units) {
   let at = 0;
   for (; number >= 999.5 && at < units.length - 1; at++) number /= 1000;
-  return `${number.toFixed(at && number < 99.95 ? 1 : 0)} ${units[at]}`;
+  return `${fixed(number, at && number < 99.95 ? 1 : 0)} ${units[at]}`;
 }
 
 export const bytes = (count) => scaled(count, SIZES);

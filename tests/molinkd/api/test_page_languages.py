@@ -17,9 +17,7 @@ from tools.browser import Browser
 FOLDER = Path(str(files("molink"))) / "data" / "page"
 LANGUAGES = {path.stem: path for path in sorted((FOLDER / "lang").glob("*.js"))}
 #: Texts that the page translates but no call of ``t`` contains: most come from the endpoint.
-OTHERS = {"standby", "endpoint only", "offline", "this PC", "the running swarm"} | {
-    "incomplete: the page was closed"
-}
+OTHERS = {"standby", "endpoint only", "offline", "incomplete: the page was closed"}
 #: Texts that are the same in every language.
 NAMES = {"molink"}
 _CALL = re.compile(r'\bt\(\s*("(?:[^"\\]|\\.)*")')
@@ -140,8 +138,8 @@ def test_other_languages_get_english(page: Callable[..., Browser]) -> None:
 @pytest.mark.parametrize(
     ("wanted", "language", "words"),
     [
-        ("de-AT,de,en", "de", ("PCs, die beitreten möchten", "Dieser Schwarm", "vor 20 s")),
-        ("zh-CN,zh", "zh", ("请求加入的电脑", "此集群", "20 s前")),
+        ("de-AT,de,en", "de", ("PCs, die beitreten möchten", "Dieser Schwarm", "vor 20 s", "12,0")),
+        ("zh-CN,zh", "zh", ("请求加入的电脑", "此集群", "20 s前", "12.0")),
     ],
 )
 def test_the_page_speaks_the_browsers_language(
@@ -149,7 +147,7 @@ def test_the_page_speaks_the_browsers_language(
     speak: Callable[[str], Browser],
     wanted: str,
     language: str,
-    words: tuple[str, str, str],
+    words: tuple[str, str, str, str],
 ) -> None:
     backend.swarm |= {
         "models": [{"name": "molink-demo", "ready": 1}],
@@ -159,6 +157,7 @@ def test_the_page_speaks_the_browsers_language(
     assert browser.run("return document.documentElement.lang") == language
     assert browser.text("#waiting-title") == words[0]
     assert words[2] in browser.text("#event-list")
+    assert f"{words[3]} GB" in browser.text("#pc-list")
     browser.click("#close-manage")
     browser.wait_for(".offers li")
     assert words[1] in browser.text(".hello")
