@@ -2,13 +2,20 @@
 
     python -m tools.make_bench_model FOLDER
     python -m tools.bench_rival FOLDER --llama PATH/TO/llama.cpp/bin [--mbps 5,20,100] [--repeats 2]
+        [--delay-ms 15,50,100] [--loss 0,0.005] [--out docs/results/links.json]
+    python -m tools.bench_rival --render
 
 Each side has its own rig (:mod:`tools.wan`) with one namespace and one compute thread per node:
 molink's daemons with default settings; molink with a plain link policy (``plain``), or also with
 whole prompts in order of arrival (``fifo``); llama.cpp's server on the first node with RPC servers
-on the others and the same weights as f16 GGUF. All start over a fast network, which is then slowed
-down. Each side's first node sends the same requests at the same times; sides take turns, and the
-order alternates between repeats. No side sees a prompt twice.
+on the others and the same weights as f16 GGUF. All start once over a fast network, which then takes
+each rate, delay and loss in turn; a short request before each lets all sides notice. Each side's
+first node sends the same requests at the same times; sides take turns, and the order alternates
+between repeats. No side sees a prompt twice.
+
+``--out`` records each link's cell as soon as it is measured, and ``--render`` makes the document's
+table from that. llama.cpp may answer fewer loads and shorter ones: its whole answers are computed
+from its first tokens and its time per token.
 """
 
 import argparse
@@ -25,7 +32,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import aiohttp
@@ -34,6 +41,17 @@ import msgspec
 from molink.bench.report import Sample
 from molink.facts.layer_range import format_layers
 from tools.serving.client import make_prompt, send_completion
+from tools.serving.link_table import (
+    FIGURES,
+    Cell,
+    Figures,
+    Link,
+    format_rows,
+    order_links,
+    read_results,
+    record_cell,
+    render_table,
+)
 from tools.serving.process import ENDPOINT, INVITE, OPENED, START_S, wait_for
 from tools.wan import Node, Rig, RigError, unavailable
 
@@ -49,7 +67,10 @@ PLAIN = {
 }
 #: Also whole prompts in order of arrival.
 FIFO = {**PLAIN, "MOLINK_LINK_POLICY": "fifo", "MOLINK_MAX_NUM_BATCHED_TOKENS": "4096"}
-FIGURES = ("first token", "per token", "worst gap", "whole answer")
+LLAMA = "llama.cpp RPC"
+RESULTS, DOCUMENT = Path("docs/results/links.json"), Path("docs/performance.md")
+#: Prompt and answer of the requests before each link's loads, in tokens.
+_WARM_PROMPT, _WARM_OUTPUT = 32, 3
 
 
 def sides_of_molink(nodes: int) -> dict[str, dict[str, str]]:
@@ -92,11 +113,16 @@ class Side:
                 env={**os.environ, **environment},
             )
 
-    def slow_down(self, mbps: float, delay_ms: float, queue: int) -> None:
-        """Give every node this connection; ``queue`` in bytes."""
+    def slow_down(self, mbps: float, delay_ms: float, queue: int, loss: float = 0.0) -> None:
+        """Give every node this connection; ``queue`` in bytes, ``loss`` as a share of packets."""
         for index in range(self.nodes):
             self.rig.change(
-                index, up_mbps=mbps, down_mbps=mbps, delay_ms=delay_ms, queue_bytes=queue
+                index,
+                up_mbps=mbps,
+                down_mbps=mbps,
+                delay_ms=delay_ms,
+                queue_bytes=queue,
+                loss=loss,
             )
 
     def measure(self, load: Load) -> list[Sample]:
@@ -170,6 +196,8 @@ def run_llama(side: Side, binaries: Path, model: Path, slots: int, folder: Path)
         layers = str(round(24 * (nodes - 1) / nodes))
         command += ["-ngl", layers, "-ts", split, "-t", "1", "-tb", "1", "-np", str(slots)]
         command += ["-c", str(2048 * slots), "--port", str(_HTTP_PORT), "--no-webui"]
+        # No prompt comes twice: copying caches of old ones over the network would only delay.
+        command += ["--cache-ram", "0"]
         side.run(0, command, folder / "llama-server", {})
         side.url = f"http://127.0.0.1:{_HTTP_PORT}"
         _wait_ready(side, f"{side.url}/health", folder)
@@ -233,34 +261,17 @@ async def send_load(url: str, load: Load) -> list[Sample]:
         return list(await asyncio.gather(*asked))
 
 
-def compute_figures(samples: Sequence[Sample]) -> tuple[float, ...]:
-    """Means of first token, time per token and whole answer, and the worst gap."""
+def compute_figures(samples: Sequence[Sample], output_tokens: int) -> Figures:
+    """Means of first token, time per token and whole answer, and the worst gap.
+
+    The whole answer is one of ``output_tokens``, if the samples are shorter.
+    """
     return (
         statistics.mean(one.ttft for one in samples),
         statistics.mean(one.tpot or 0.0 for one in samples),
-        max(gap for one in samples for gap in one.itl),
-        statistics.mean(one.latency for one in samples),
+        max((gap for one in samples for gap in one.itl), default=0.0),
+        statistics.mean(one.ttft + (output_tokens - 1) * (one.tpot or 0.0) for one in samples),
     )
-
-
-def print_rows(mbps: float, found: Mapping[str, list[tuple[float, ...]]]) -> None:
-    """Print rows of a Markdown table: median and range of the repeats.
-
-    Rows of ratios compare the first side with each other one, load by load.
-    """
-    rows = dict(found)
-    first, *others = found
-    for other in others:
-        pairs = zip(found[first], found[other], strict=True)
-        rows[f"{first} / {other}"] = [
-            tuple(one / two for one, two in zip(*pair, strict=True)) for pair in pairs
-        ]
-    for name, repeats in rows.items():
-        cells = []
-        for values in zip(*repeats, strict=True):
-            spread = f" ({min(values):.2f}–{max(values):.2f})" if len(values) > 1 else ""
-            cells.append(f"{statistics.median(values):.3g}{spread}")
-        print(f"| {mbps:g} | {name} | {' | '.join(cells)} |", flush=True)
 
 
 def run_client(url: str, load: str) -> None:
@@ -269,62 +280,127 @@ def run_client(url: str, load: str) -> None:
     print(msgspec.json.encode(samples).decode())
 
 
+def measure_link(
+    sides: Sequence[Side], link: Link, options: argparse.Namespace, seeds: Iterator[int]
+) -> dict[str, list[Figures]]:
+    """Measure all sides over one kind of link."""
+    found: dict[str, list[Figures]] = {side.name: [] for side in sides}
+    for side in sides:
+        side.slow_down(link.mbps, link.delay_ms, options.queue, link.loss)
+        side.measure(Load(1, 1.0, _WARM_PROMPT, _WARM_OUTPUT, next(seeds)))
+    for repeat in range(options.repeats):
+        load = Load(
+            options.requests,
+            options.rate,
+            options.prompt_tokens,
+            options.output_tokens,
+            next(seeds),
+        )
+        for side in sides[:: -1 if repeat % 2 else 1]:
+            own = load
+            if side.name == LLAMA:
+                if repeat >= (options.llama_repeats or options.repeats):
+                    continue
+                own = replace(load, output_tokens=options.llama_tokens or load.output_tokens)
+            figures = compute_figures(side.measure(own), options.output_tokens)
+            found[side.name].append(figures)
+    return found
+
+
+def start_sides(
+    options: argparse.Namespace, folder: Path, stack: contextlib.ExitStack
+) -> list[Side]:
+    """Start all wanted sides; they end with ``stack``."""
+    wanted = options.sides.split(",")
+    new_side = functools.partial(Side, nodes=options.nodes, cores=options.cores)
+    sides = [
+        stack.enter_context(
+            run_molink(new_side(name), options.folder, settings, folder, pinned=options.pinned)
+        )
+        for name, settings in sides_of_molink(options.nodes).items()
+        if name in wanted
+    ]
+    if options.llama is not None and "llama" in wanted:
+        gguf = next(options.folder.glob("*.gguf"))
+        slots = min(options.requests, 8)
+        beside = run_llama(new_side(LLAMA), options.llama, gguf, slots, folder)
+        sides.append(stack.enter_context(beside))
+    return sides
+
+
+def measure_links(options: argparse.Namespace) -> None:
+    """Measure all sides over all kinds of links, and print the rows as they come."""
+    reason = unavailable()
+    if reason is not None:
+        raise RigError(reason)
+    load_average = os.getloadavg()[0]
+    command = "python -m tools.bench_rival " + " ".join(_name_paths(sys.argv[1:]))
+    with tempfile.TemporaryDirectory() as place, contextlib.ExitStack() as stack:
+        sides = start_sides(options, Path(place), stack)
+        print(f"| | | {' | '.join(f'{one}, s' for one in FIGURES)} |")
+        print("|---|---|---:|---:|---:|---:|")
+        seeds = itertools.count(options.seed)
+        for link in order_links(options.mbps, options.delay_ms, options.loss):
+            cell = Cell(link, measure_link(sides, link, options, seeds), load_average)
+            for row in format_rows(cell):
+                print(row, flush=True)
+            if options.out is not None:
+                record_cell(options.out, command, cell)
+
+
+def _name_paths(arguments: Sequence[str]) -> Iterator[str]:
+    """The arguments as a document shows them, without paths of this PC."""
+    for before, argument in itertools.pairwise(["", *arguments]):
+        if before == "--out":
+            yield argument
+        else:
+            is_path = Path(argument).is_absolute()
+            yield {"--llama": "BIN"}.get(before, "FOLDER") if is_path else argument
+
+
+def _parse_numbers(text: str) -> list[float]:
+    return [float(part) for part in text.split(",")]
+
+
+def _make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("folder", type=Path, nargs="?", help="of tools.make_bench_model")
+    add("--llama", type=Path, help="folder of llama-server and rpc-server")
+    add("--mbps", type=_parse_numbers, default=[5.0, 20.0, 100.0])
+    add("--delay-ms", type=_parse_numbers, default=[30.0], help="one way")
+    add("--loss", type=_parse_numbers, default=[0.0], help="shares of packets, 0 to 1")
+    add("--queue", type=int, default=256 * 1024, help="bytes per router queue")
+    add("--nodes", type=int, default=3)
+    add("--cores", type=float, help="CPU cores per node")
+    add("--pinned", action="store_true", help="split layers evenly by hand")
+    add("--requests", type=int, default=10)
+    add("--rate", type=float, default=0.2, help="requests a second")
+    add("--prompt-tokens", type=int, default=200)
+    add("--output-tokens", type=int, default=32)
+    add("--repeats", type=int, default=2, help="loads, each of its own seed")
+    add("--llama-repeats", type=int, help="loads of llama.cpp, if fewer")
+    add("--llama-tokens", type=int, help="length of its answers, if shorter")
+    add("--seed", type=int, default=0, help="of the first load")
+    add("--sides", default="molink,plain,llama", help="sides to measure")
+    add("--out", type=Path, help="results file; cells of other links in it are kept")
+    add("--render", action="store_true", help=f"make the table of {DOCUMENT} from {RESULTS}")
+    return parser
+
+
 def main() -> None:
     """Measure, and print a table as Markdown."""
     if sys.argv[1:2] == ["client"]:
         run_client(*sys.argv[2:4])
         return
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path, help="of tools.make_bench_model")
-    parser.add_argument("--llama", type=Path, help="folder of llama-server and rpc-server")
-    parser.add_argument("--mbps", default="5,20,100")
-    parser.add_argument("--delay-ms", type=float, default=30.0, help="one way")
-    parser.add_argument("--queue", type=int, default=256 * 1024, help="bytes per router queue")
-    parser.add_argument("--nodes", type=int, default=3)
-    parser.add_argument("--cores", type=float, help="CPU cores per node")
-    parser.add_argument("--pinned", action="store_true", help="split layers evenly by hand")
-    parser.add_argument("--requests", type=int, default=10)
-    parser.add_argument("--rate", type=float, default=0.2, help="requests a second")
-    parser.add_argument("--prompt-tokens", type=int, default=200)
-    parser.add_argument("--output-tokens", type=int, default=32)
-    parser.add_argument("--repeats", type=int, default=2, help="loads, each of its own seed")
-    parser.add_argument("--seed", type=int, default=0, help="of the first load")
-    parser.add_argument("--sides", default="molink,plain,llama", help="sides to measure")
+    parser = _make_parser()
     options = parser.parse_args()
-    reason = unavailable()
-    if reason is not None:
-        raise RigError(reason)
-    with tempfile.TemporaryDirectory() as place, contextlib.ExitStack() as stack:
-        root = Path(place)
-        wanted = options.sides.split(",")
-        new_side = functools.partial(Side, nodes=options.nodes, cores=options.cores)
-        sides = [
-            stack.enter_context(
-                run_molink(new_side(name), options.folder, settings, root, pinned=options.pinned)
-            )
-            for name, settings in sides_of_molink(options.nodes).items()
-            if name in wanted
-        ]
-        if options.llama is not None and "llama" in wanted:
-            gguf = next(options.folder.glob("*.gguf"))
-            slots = min(options.requests, 8)
-            beside = run_llama(new_side("llama.cpp RPC"), options.llama, gguf, slots, root)
-            sides.append(stack.enter_context(beside))
-        print(f"| Mbps | | {' | '.join(f'{one}, s' for one in FIGURES)} |")
-        print("|---:|---|---:|---:|---:|---:|")
-        seeds = itertools.count(options.seed)
-        sizes = (options.requests, options.rate, options.prompt_tokens, options.output_tokens)
-        for side in sides:
-            side.measure(Load(2, 1.0, options.prompt_tokens, 8, next(seeds)))
-        for mbps in map(float, options.mbps.split(",")):
-            found: dict[str, list[tuple[float, ...]]] = {side.name: [] for side in sides}
-            for side in sides:
-                side.slow_down(mbps, options.delay_ms, options.queue)
-            for repeat in range(options.repeats):
-                load = Load(*sizes, next(seeds))
-                for side in sides[:: -1 if repeat % 2 else 1]:
-                    found[side.name].append(compute_figures(side.measure(load)))
-            print_rows(mbps, found)
+    if options.folder is not None:
+        measure_links(options)
+    elif not options.render:
+        parser.error("a model's folder or --render is required")
+    if options.render:
+        render_table(DOCUMENT, read_results(options.out or RESULTS))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,92 @@
+"""The table of systems over links of several kinds: order, results file, ratios, document."""
+
+from pathlib import Path
+
+import pytest
+
+from tools.serving.link_table import (
+    Cell,
+    Link,
+    compute_ratios,
+    format_rows,
+    order_links,
+    read_results,
+    record_cell,
+    render_table,
+)
+
+
+def make_cell(mbps: float, factor: float = 1.0) -> Cell:
+    """Two loads of molink, and one of a system that takes four times as long."""
+    mine = [(1.0, 0.1, 0.2, 2.0), (3.0, 0.3, 0.4, 6.0)]
+    return Cell(
+        Link(mbps, 15.0, 0.005),
+        {
+            "molink": [tuple(factor * value for value in load) for load in mine],
+            "other": [tuple(4 * factor * value for value in mine[0])],
+        },
+        0.25,
+    )
+
+
+def test_links_of_extremes_come_first_and_each_once() -> None:
+    links = order_links([5, 20, 100], [15, 50, 100], [0, 0.005])
+    assert len(set(links)) == len(links) == 18
+    assert {(link.mbps, link.delay_ms) for link in links[:8]} == {
+        (5, 15),
+        (5, 100),
+        (100, 15),
+        (100, 100),
+    }
+    assert {(link.mbps, link.delay_ms) for link in links[-2:]} == {(20, 50)}
+
+
+def test_ratios_pair_the_loads_that_both_answered() -> None:
+    cell = make_cell(5)
+    assert compute_ratios(cell.sides["molink"], cell.sides["other"]) == [(0.25,) * 4]
+    assert compute_ratios(cell.sides["molink"], []) == []
+
+
+def test_rows_show_sides_and_ratios_with_their_range() -> None:
+    assert list(format_rows(make_cell(5))) == [
+        "| 5 Mbps, 15 ms, 0.5 % | molink"
+        " | 2 (1.00–3.00) | 0.2 (0.10–0.30) | 0.3 (0.20–0.40) | 4 (2.00–6.00) |",
+        "| 5 Mbps, 15 ms, 0.5 % | other | 4 | 0.4 | 0.8 | 8 |",
+        "| 5 Mbps, 15 ms, 0.5 % | molink / other | 0.25 | 0.25 | 0.25 | 0.25 |",
+    ]
+
+
+def test_a_cell_measured_again_replaces_the_old_one(tmp_path: Path) -> None:
+    file = tmp_path / "links.json"
+    for cell in (make_cell(5), make_cell(20), make_cell(5, factor=2)):
+        record_cell(file, f"command {cell.link.mbps:g}", cell)
+    results = read_results(file)
+    assert results.command == "command 5"
+    assert results.cells == [make_cell(20), make_cell(5, factor=2)]
+
+
+def test_the_document_gets_the_table_between_its_marks(tmp_path: Path) -> None:
+    file, document = tmp_path / "links.json", tmp_path / "document.md"
+    for mbps in (20, 5):
+        record_cell(file, "the command", make_cell(mbps))
+    record_cell(file, "the command", Cell(Link(1, 15, 0), {"molink": [(1.0,) * 4]}, 3.0))
+    document.write_text("before\n<!-- links: begin -->\nold\n<!-- links: end -->\nafter\n")
+    for _ in range(2):  # once rendered, it can be rendered again
+        render_table(document, read_results(file))
+    text = document.read_text(encoding="utf-8")
+    assert text.startswith("before\n<!--")
+    assert text.endswith("-->\nafter\n")
+    assert "old" not in text
+    rows = [line for line in text.splitlines() if line.startswith("| ")]
+    assert rows[1] == "| 1 | 15 | 0 | 1 | 1 | 1 | – | – | – |"
+    assert rows[2] == "| 5 | 15 | 0.5 | 2 | 0.2 | 4 | 0.25 | 0.25 | 0.25 |"
+    assert "molink 1 to 2, other 0 to 1. The machine's load average" in text
+    assert "0.2 to 3.0. `the command`" in text
+
+
+def test_a_document_without_marks_is_refused(tmp_path: Path) -> None:
+    file, document = tmp_path / "links.json", tmp_path / "document.md"
+    record_cell(file, "the command", make_cell(5))
+    document.write_text("no marks", encoding="utf-8")
+    with pytest.raises(ValueError, match="links: begin"):
+        render_table(document, read_results(file))

@@ -1,0 +1,163 @@
+"""A table of systems that answer the same loads over links of several kinds.
+
+A results file holds a cell for each kind of link; the document's table is made from it.
+"""
+
+import itertools
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+#: The figures of a load, in this order, in seconds.
+FIGURES = ("first token", "per token", "worst gap", "whole answer")
+#: Those in the document's table.
+_SHOWN = (0, 1, 3)
+_START, _END = "<!-- links: begin -->", "<!-- links: end -->"
+
+Figures = tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Link:
+    """Rate up and down, delay one way, and share of lost packets of every node."""
+
+    mbps: float
+    delay_ms: float
+    loss: float
+
+    def __str__(self) -> str:
+        return f"{self.mbps:g} Mbps, {self.delay_ms:g} ms, {100 * self.loss:g} %"
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """Figures over one kind of link: of each side, for each load.
+
+    ``load_average`` is that of the machine before the sides were started.
+    """
+
+    link: Link
+    sides: dict[str, list[Figures]]
+    load_average: float
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """All cells, in the order of their measurement, and the command that made the last one."""
+
+    command: str
+    cells: list[Cell]
+
+
+def order_links(
+    mbps: Sequence[float], delays_ms: Sequence[float], losses: Sequence[float]
+) -> list[Link]:
+    """All kinds of links, those of extremes first: an interrupted table spans what it can."""
+    axes = (mbps, delays_ms, losses)
+    extremes = [{min(axis), max(axis)} for axis in axes]
+    links = itertools.starmap(Link, itertools.product(*axes))
+    return sorted(
+        links,
+        key=lambda link: sum(
+            value not in ends
+            for value, ends in zip((link.mbps, link.delay_ms, link.loss), extremes, strict=True)
+        ),
+    )
+
+
+def record_cell(path: Path, command: str, cell: Cell) -> None:
+    """Add a cell to a results file, or replace that of the same link."""
+    cells = read_results(path).cells if path.exists() else []
+    kept = [each for each in cells if each.link != cell.link]
+    data = msgspec.json.encode(Results(command, [*kept, cell]))
+    path.write_bytes(msgspec.json.format(data, indent=1) + b"\n")
+
+
+def read_results(path: Path) -> Results:
+    """Read a results file."""
+    return msgspec.json.decode(path.read_bytes(), type=Results)
+
+
+def compute_ratios(one: Sequence[Figures], other: Sequence[Figures]) -> list[Figures]:
+    """``one`` by ``other``, load by load, for the loads that both have answered."""
+    return [tuple(a / b for a, b in zip(*pair, strict=True)) for pair in zip(one, other)]  # noqa: B905
+
+
+def format_rows(cell: Cell) -> Iterator[str]:
+    """Rows of a Markdown table: each side, and the first one by each other."""
+    rows = dict(cell.sides)
+    first, *others = cell.sides
+    for other in others:
+        rows[f"{first} / {other}"] = compute_ratios(cell.sides[first], cell.sides[other])
+    for name, loads in rows.items():
+        values = map(_format_range, zip(*loads, strict=True))
+        yield f"| {cell.link} | {name} | {' | '.join(values)} |"
+
+
+def _format_range(values: Sequence[float]) -> str:
+    """The median, and the range of several values."""
+    spread = f" ({min(values):.2f}–{max(values):.2f})" if len(values) > 1 else ""
+    return f"{statistics.median(values):.3g}{spread}"
+
+
+def format_table(results: Results) -> str:
+    """The document's table: the first side's medians, and what others take as multiples of them."""
+    cells = sorted(results.cells, key=lambda cell: cell.link)
+    names = list(dict.fromkeys(name for cell in cells for name in cell.sides))
+    first, *others = names
+    heads = [f"{first}: {FIGURES[figure]}, s" for figure in _SHOWN]
+    heads += [f"by {other}: {FIGURES[figure]}" for other in others for figure in _SHOWN]
+    lines = [
+        f"| Mbps | ms | loss, % | {' | '.join(heads)} |",
+        f"|{'---:|' * (3 + len(heads))}",
+        *(_format_row(cell, others) for cell in cells),
+        "",
+        _describe(results, names),
+    ]
+    return "\n".join(lines)
+
+
+def _format_row(cell: Cell, others: Sequence[str]) -> str:
+    own = next(iter(cell.sides.values()))
+    values = [f"{statistics.median(load[figure] for load in own):.3g}" for figure in _SHOWN]
+    for other in others:
+        ratios = compute_ratios(own, cell.sides.get(other, ()))
+        values += [
+            _format_range([load[figure] for load in ratios]) if ratios else "–" for figure in _SHOWN
+        ]
+    link = cell.link
+    return f"| {link.mbps:g} | {link.delay_ms:g} | {100 * link.loss:g} | {' | '.join(values)} |"
+
+
+def _describe(results: Results, names: Sequence[str]) -> str:
+    counts = {
+        name: sorted({len(cell.sides.get(name, ())) for cell in results.cells}) for name in names
+    }
+    loads = ", ".join(f"{name} {_format_counts(found)}" for name, found in counts.items())
+    before = [cell.load_average for cell in results.cells]
+    return (
+        f"Loads in each row: {loads}. The machine's load average before the start was"
+        f" {min(before):.1f} to {max(before):.1f}. `{results.command}`"
+    )
+
+
+def _format_counts(counts: Sequence[int]) -> str:
+    return f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+
+
+def render_table(document: Path, results: Results) -> None:
+    """Replace the table between the marks of a document.
+
+    Raises:
+        ValueError: The document has no marks.
+    """
+    text = document.read_text(encoding="utf-8")
+    before, start, rest = text.partition(_START)
+    _, end, after = rest.partition(_END)
+    if not (start and end):
+        raise ValueError(f"{document} has no {_START} and {_END}")
+    made = f"{before}{start}\n\n{format_table(results)}\n\n{end}{after}"
+    document.write_text(made, encoding="utf-8", newline="\n")
