@@ -9,6 +9,7 @@ from molink.swarm.membership.address_book import AddressBook
 from molink.swarm.placement.links import MAX_NEARBY_LATENCY
 from molink.wire.messages.instructions import PeerInfo, PeerRemoved, StageAddress
 from molink.wire.messages.worker_pipe import PeerKey
+from molink.wire.sockets.create_socket import endpoints
 from molinkd.peer.election.leadership import ReplicaFile
 from molinkd.peer.membership.peer_prober import PeerProber, ProbeResult
 from molinkd.peer.membership.relayed_routes import RelayedRoutes
@@ -48,7 +49,12 @@ class PeerDirectory:
         self.book.on_peer_changed = self._on_peer_added
         self.book.on_peer_removed = self._on_peer_removed
         self._prober = PeerProber(
-            resources.context, resources.keys, on_tried, on_loss, relayed_routes
+            resources.context,
+            resources.keys,
+            on_tried,
+            on_loss,
+            relayed_routes,
+            lambda: endpoints(resources.addresses, resources.server.port),
         )
         self._sweep: asyncio.TimerHandle | None = None
         #: Invitations whose holders are redirected to the coordinator.

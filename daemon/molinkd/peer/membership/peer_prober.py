@@ -1,13 +1,18 @@
-"""Probes whether other peers are reachable, and measures their latency, for placement."""
+"""Probes whether other peers are reachable, and measures their latency, for placement.
+
+A first packet to each address of a peer (:func:`knock`) tells within a round trip whether somebody
+is there, at hardly any cost; only then a handshake proves that it is the peer. Peers are knocked at
+side by side, so that those that are switched off, or behind a router, delay nobody.
+"""
 
 import asyncio
 import contextlib
 import heapq
+import itertools
 import logging
 import socket
 import zlib
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import zmq.asyncio
@@ -26,22 +31,25 @@ from molinkd.tasks import cancel_tasks
 
 log = logging.getLogger(__name__)
 
-#: Timeout of a probe, in seconds: a handshake takes five round trips.
+#: Timeout of a probe's knocks and of its handshake, in seconds: that takes five round trips.
 TIMEOUT_S = 3.0
 #: The same for a peer's first probe: if its router lets nobody in, a relay is asked for sooner. A
 #: far peer that needs longer is found by the next one.
-FIRST_TIMEOUT_S = 1.5
+FIRST_KNOCK_S, FIRST_TIMEOUT_S = 0.5, 1.5
+#: When to knock, in seconds: the first packet may be lost.
+_KNOCKS_AT = (0.0, 0.25)
 #: Interval of probing an unreachable peer, in seconds.
 RETRY_S = 5.0
 #: Interval of measuring the latency of a reachable peer, in seconds.
 MEASURE_S = 600.0
 #: The same over a relay, which may disappear; and direct connections in a row that replace it.
 RELAYED_MEASURE_S, _NUM_DIRECT = 30.0, 2
-#: Maximum number of concurrent probes.
-_MAX_CONCURRENT = 2
-#: With more peers than this, probes start at this interval in seconds: when a swarm starts, every
-#: PC probes all others, and what that costs a PC each second must not grow with the swarm.
-_MANY_PEERS, _INTERVAL_S = 8, 1.0
+#: Maximum number of concurrent handshakes, and of peers that are knocked at.
+_MAX_HANDSHAKES, _MAX_KNOCKED = 2, 16
+#: With more peers than this, handshakes and knocks start at these intervals in seconds: when a
+#: swarm starts, every PC probes all others, and what that costs a PC each second must not grow with
+#: the swarm.
+_MANY_PEERS, _INTERVAL_S, _KNOCK_INTERVAL_S = 8, 1.0, 0.05
 #: Relative and absolute (seconds) change of latency that is reported.
 _MIN_CHANGE, _MIN_CHANGE_S = 0.2, 0.001
 #: The same of the share of lost packets, with the relative change above.
@@ -64,11 +72,18 @@ async def can_connect(
     A server that rejects this PC's key counts too. ``timeout`` is in seconds (``TIMEOUT_S``). The
     probe is repeated if this process was suspended meanwhile.
     """
-    loop = asyncio.get_running_loop()
     limit = TIMEOUT_S if timeout is None else timeout
+    return await _repeat_after_suspension(
+        limit, lambda: _try_targets(context, keys, codec, server_key, targets, limit)
+    )
+
+
+async def _repeat_after_suspension(limit: float, attempt: Callable[[], Awaitable[bool]]) -> bool:
+    """The result of an attempt of ``limit`` seconds during which this process ran."""
+    loop = asyncio.get_running_loop()
     while True:
         started = loop.time()
-        if await _try_targets(context, keys, codec, server_key, targets, limit):
+        if await attempt():
             return True
         if loop.time() - started <= limit + MAX_STEP:
             return False
@@ -116,6 +131,45 @@ async def _is_answering(
     return True
 
 
+async def knock(hosts: Sequence[str], port: int, timeout: float) -> bool:
+    """Whether anybody answers a TCP handshake at any of ``hosts`` within ``timeout`` seconds.
+
+    It may not be the peer: other homes have the same addresses.
+    """
+    return await _repeat_after_suspension(timeout, lambda: _knock_once(hosts, port, timeout))
+
+
+async def _knock_once(hosts: Sequence[str], port: int, timeout: float) -> bool:
+    loop = asyncio.get_running_loop()
+    tries = [
+        loop.create_task(_is_there(host, port, delay))
+        for host, delay in itertools.product(hosts, _KNOCKS_AT)
+    ]
+    pending, deadline = set(tries), loop.time() + timeout
+    try:
+        while pending:
+            # Unlike a timeout that cancels, this sees answers that came while the loop was busy.
+            done, pending = await asyncio.wait(
+                pending, timeout=deadline - loop.time(), return_when=asyncio.FIRST_COMPLETED
+            )
+            if any(one.result() for one in done):
+                return True
+            if not done:
+                return False
+        return False
+    finally:
+        await cancel_tasks(*tries)
+
+
+async def _is_there(host: str, port: int, delay: float) -> bool:
+    """Whether somebody accepts a connection, which is tried after ``delay`` seconds."""
+    await asyncio.sleep(delay)
+    with contextlib.suppress(OSError):
+        await _time_connects(host, port, 1)
+        return True
+    return False
+
+
 async def measure_latency(
     hosts: Sequence[str], port: int, losses: LossMeter | None = None
 ) -> float | None:
@@ -128,15 +182,15 @@ async def measure_latency(
     for host in hosts:
         with contextlib.suppress(OSError, TimeoutError):
             async with asyncio.timeout(TIMEOUT_S):
-                trips = await _time_connects(host, port)
+                trips = await _time_connects(host, port, _NUM_CONNECTS)
                 nearest = min(nearest or trips, trips, key=min)
     if nearest and losses is not None:
         losses.record_handshakes(nearest)
     return min(nearest) / 2 if nearest else None
 
 
-async def _time_connects(host: str, port: int) -> list[float]:
-    """Durations of a few connects to ``host``, in seconds.
+async def _time_connects(host: str, port: int, count: int) -> list[float]:
+    """Durations of up to ``count`` connects to ``host``, in seconds.
 
     Raises:
         OSError: The host is unknown or refuses.
@@ -145,7 +199,7 @@ async def _time_connects(host: str, port: int) -> list[float]:
     found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     family, kind, _, _, address = found[0]
     trips: list[float] = []
-    for _ in range(_NUM_CONNECTS):
+    for _ in range(count):
         with socket.socket(family, kind) as one:
             one.setblocking(False)
             started = loop.time()
@@ -163,8 +217,9 @@ class ProbeTurns:
     probed by all others at once.
     """
 
-    def __init__(self, me: str) -> None:
-        self._me = me
+    def __init__(self, me: str, max_running: int, interval: float) -> None:
+        """``interval`` is in seconds, and counts if there are many peers."""
+        self._me, self._max_running, self._long_interval = me, max_running, interval
         #: First or repeated probe, rank, peer, and the future that starts it.
         self._waiting: list[tuple[bool, int, str, asyncio.Future[None]]] = []
         self._num_running = 0
@@ -178,7 +233,7 @@ class ProbeTurns:
         turn: asyncio.Future[None] = loop.create_future()
         rank = zlib.crc32(f"{self._me}{peer}".encode())
         heapq.heappush(self._waiting, (again, rank, peer, turn))
-        self._interval = _INTERVAL_S if num_peers > _MANY_PEERS else 0.0
+        self._interval = self._long_interval if num_peers > _MANY_PEERS else 0.0
         loop.call_soon(self._start_next)  # once all peers that are added now wait
         try:
             await turn
@@ -190,7 +245,7 @@ class ProbeTurns:
     def _start_next(self) -> None:
         """Start what may start now, and set the timer for the rest."""
         loop = asyncio.get_running_loop()
-        while self._waiting and self._num_running < _MAX_CONCURRENT:
+        while self._waiting and self._num_running < self._max_running:
             if self._waiting[0][-1].cancelled():
                 heapq.heappop(self._waiting)
             elif (now := loop.time()) >= self._next_start:
@@ -231,17 +286,18 @@ class PeerProber:
         report: Callable[[str, ProbeResult], None],
         report_loss: Callable[[str, float], None],
         relayed_routes: RelayedRoutes | None = None,
+        own_endpoints: Callable[[], Collection[str]] = tuple,
     ) -> None:
         """``report`` is called after each probe, and when the latency or the way has changed.
 
         ``report_loss`` gets a peer and the share of packets that are lost on the way, whenever it
-        has changed.
+        has changed. ``own_endpoints()`` are this PC's: a peer that has the same is in another home.
         """
         self._context = context
         self._keys = keys
         self._report = report
         self._report_loss = report_loss
-        self._routes = relayed_routes
+        self._routes, self._own_endpoints = relayed_routes, own_endpoints
         self._codec = control_codec()
         #: Probed endpoints of each peer.
         self._targets: dict[str, tuple[str, ...]] = {}
@@ -254,7 +310,10 @@ class PeerProber:
         self._probes: dict[str, asyncio.Task[None]] = {}
         #: All running tasks, cancelled ones included.
         self._tasks: set[asyncio.Task[None]] = set()
-        self._turns = ProbeTurns(keys.public)
+        self._turns = ProbeTurns(keys.public, _MAX_HANDSHAKES, _INTERVAL_S)
+        self._knock_turns = ProbeTurns(keys.public, _MAX_KNOCKED, _KNOCK_INTERVAL_S)
+        #: Peers at whose addresses nobody has answered the last knock.
+        self._silent: set[str] = set()
 
     def add_peer(self, info: PeerInfo) -> None:
         """Probe a peer, again if its addresses have changed."""
@@ -265,7 +324,7 @@ class PeerProber:
         self._targets[info.peer] = targets
         self._known_since[info.peer] = asyncio.get_running_loop().time()
         self._peers[info.peer] = info
-        task = asyncio.get_running_loop().create_task(self._probe_peer(info, targets))
+        task = asyncio.get_running_loop().create_task(self._probe_peer(info))
         self._probes[info.peer] = task
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -277,6 +336,7 @@ class PeerProber:
         self._known_since.pop(peer, None)
         self._results.pop(peer, None)
         self._losses.pop(peer, None)
+        self._silent.discard(peer)
         task = self._probes.pop(peer, None)
         if task is not None:
             task.cancel()
@@ -302,40 +362,57 @@ class PeerProber:
         """Stop probing."""
         await cancel_tasks(*self._tasks)
         self._turns.close()
+        self._knock_turns.close()
 
-    async def _probe_peer(self, info: PeerInfo, targets: Sequence[str]) -> None:
+    async def _probe_peer(self, info: PeerInfo) -> None:
         again = False
         while True:
-            async with self._take_turn(info.peer, again=again):
-                result = await self._try_routes(info, targets, again=again)
-                if result.is_reachable:
-                    how = "by a relayed route" if result.is_relayed else "directly"
-                    took = asyncio.get_running_loop().time() - self._known_since[info.peer]
-                    log.info("%s: reached %s in %.2f s", info.peer, how, took)
-                self._record_result(info.peer, result)
-                is_direct = result.is_reachable and not result.is_relayed
-                measured = await self._measure_once(info) if is_direct else None
-            if is_direct:
-                await self._measure_periodically(info, measured)
-            elif result.is_reachable:
-                await self._measure_relayed(info, targets)
-            else:
+            result = await self._try_routes(info, again=again)
+            if result.is_reachable:
+                how = "by a relayed route" if result.is_relayed else "directly"
+                took = asyncio.get_running_loop().time() - self._known_since[info.peer]
+                log.info("%s: reached %s in %.2f s", info.peer, how, took)
+            self._record_result(info.peer, result)
+            if not result.is_reachable:
                 await asyncio.sleep(RETRY_S)
+            elif result.is_relayed:
+                await self._measure_relayed(info)
+            else:
+                await self._measure_periodically(info, await self._measure_once(info))
             again = True
 
-    def _take_turn(self, peer: str, *, again: bool) -> AbstractAsyncContextManager[None]:
-        return self._turns.take_turn(peer, len(self._peers), again=again)
-
-    async def _try_routes(
-        self, info: PeerInfo, targets: Sequence[str], *, again: bool
-    ) -> ProbeResult:
+    async def _try_routes(self, info: PeerInfo, *, again: bool) -> ProbeResult:
         """Try the relayed route, which is there since direct ones failed; or else directly."""
         endpoint = self._find_relayed(info)
-        if endpoint and await self._can_connect(info, [endpoint]):
+        if endpoint and await self._shake_hands(info, [endpoint], TIMEOUT_S, again=again):
             return ProbeResult(True, None, True)
-        timeout = TIMEOUT_S if again or endpoint else FIRST_TIMEOUT_S
-        reached = await self._can_connect(info, targets, timeout)
+        reached = await self._try_directly(info, again=again or bool(endpoint))
         return ProbeResult(reached, None, bool(endpoint) and not reached)
+
+    async def _try_directly(self, info: PeerInfo, *, again: bool) -> bool:
+        """Knock at all of a peer's addresses, and shake hands if somebody is there."""
+        peer, port, own = info.peer, info.control_port, self._own_endpoints()
+        patience, limit = (TIMEOUT_S, TIMEOUT_S) if again else (FIRST_KNOCK_S, FIRST_TIMEOUT_S)
+        hosts = [host for host in info.addresses if endpoints([host], port)[0] not in own]
+        async with self._knock_turns.take_turn(peer, len(self._peers), again=again):
+            is_there = await knock(hosts, port, patience)
+        (self._silent.discard if is_there else self._silent.add)(peer)
+        targets = endpoints(hosts, port)
+        return is_there and await self._shake_hands(info, targets, limit, again=again)
+
+    async def _shake_hands(
+        self, info: PeerInfo, targets: Sequence[str], timeout: float, *, again: bool
+    ) -> bool:
+        """Whether a peer proves itself at any of ``targets``, in turn with other peers."""
+        async with self._turns.take_turn(info.peer, self._num_live, again=again):
+            return await can_connect(
+                self._context, self._keys, self._codec, info.public_key, targets, timeout
+            )
+
+    @property
+    def _num_live(self) -> int:
+        """How many peers are not known to be silent."""
+        return len(self._peers) - len(self._silent)
 
     def _find_relayed(self, info: PeerInfo) -> str:
         """The local endpoint of a peer's relayed route; empty without one."""
@@ -344,12 +421,6 @@ class PeerProber:
             if self._routes is None
             else self._routes.local_endpoint(info.peer, info.control_port)
         )
-
-    async def _can_connect(
-        self, info: PeerInfo, targets: Sequence[str], timeout: float | None = None
-    ) -> bool:
-        key = info.public_key
-        return await can_connect(self._context, self._keys, self._codec, key, targets, timeout)
 
     async def _measure_once(
         self, info: PeerInfo, reported: ProbeResult | None = None
@@ -377,10 +448,10 @@ class PeerProber:
         """Report the latency of a direct peer whenever it changes."""
         while True:
             await asyncio.sleep(MEASURE_S)
-            async with self._take_turn(info.peer, again=True):
+            async with self._turns.take_turn(info.peer, self._num_live, again=True):
                 reported = await self._measure_once(info, reported)
 
-    async def _measure_relayed(self, info: PeerInfo, targets: Sequence[str]) -> None:
+    async def _measure_relayed(self, info: PeerInfo) -> None:
         """Report how a relayed route goes whenever that changes, until the route is gone.
 
         Ends as well once the peer was reached directly: the route isn't needed any more.
@@ -392,8 +463,7 @@ class PeerProber:
             result = ProbeResult(True, measured.latency, True, measured.is_direct)
             reported = self._report_change(info.peer, result, reported)
             await asyncio.sleep(RELAYED_MEASURE_S)
-            async with self._take_turn(info.peer, again=True):
-                reached = await self._can_connect(info, targets)
+            reached = await self._try_directly(info, again=True)
             num_direct = num_direct + 1 if reached else 0
             if num_direct >= _NUM_DIRECT:
                 self._record_result(info.peer, ProbeResult(True))

@@ -28,8 +28,10 @@ class SteppedLoop:
         loop = asyncio.get_running_loop()
         monkeypatch.setattr(loop, "time", lambda: self.now)
 
-        def call_at(when: float, work: Callable[..., None], *args: object) -> asyncio.Handle:
-            handle = asyncio.Handle(work, args, loop)
+        def call_at(
+            when: float, work: Callable[..., None], *args: object, context: Any = None
+        ) -> asyncio.Handle:
+            handle = asyncio.Handle(work, args, loop, context)
             self._timers.append((when, handle))
             return handle
 
@@ -161,6 +163,8 @@ async def test_concurrent_probes_are_limited(net: Net, monkeypatch: pytest.Monke
         return True
 
     monkeypatch.setattr(module, "_INTERVAL_S", 0.0)
+    monkeypatch.setattr(module, "_KNOCK_INTERVAL_S", 0.0)
+    monkeypatch.setattr(module, "knock", lambda *_: asyncio.sleep(0, True))
     monkeypatch.setattr(module, "can_connect", can_connect)
     monkeypatch.setattr(module, "measure_latency", lambda *_: asyncio.sleep(0, 0.001))
     reported: asyncio.Queue[str] = asyncio.Queue()
@@ -181,7 +185,7 @@ async def test_probes_a_second_do_not_grow_with_the_swarm(
     num_peers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loop = SteppedLoop(monkeypatch)
-    turns, started = ProbeTurns("me"), []
+    turns, started = ProbeTurns("me", 2, 1.0), []
 
     async def probe(peer: str, again: bool) -> None:
         async with turns.take_turn(peer, num_peers, again=again):
@@ -201,11 +205,10 @@ async def test_probes_a_second_do_not_grow_with_the_swarm(
     turns.close()
 
 
-async def test_each_pc_probes_in_its_own_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_INTERVAL_S", 0.0)
+async def test_each_pc_probes_in_its_own_order() -> None:
     orders = []
     for me in ("pc1", "pc2", "pc3"):
-        turns, order = ProbeTurns(me), list[str]()
+        turns, order = ProbeTurns(me, 2, 0.0), list[str]()
 
         async def probe(peer: str, turns: ProbeTurns = turns, order: list[str] = order) -> None:
             async with turns.take_turn(peer, 20, again=False):
@@ -216,9 +219,8 @@ async def test_each_pc_probes_in_its_own_order(monkeypatch: pytest.MonkeyPatch) 
     assert len(set(orders)) > 1
 
 
-async def test_a_cancelled_probe_takes_no_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_INTERVAL_S", 0.0)
-    turns, ended = ProbeTurns("me"), asyncio.Event()
+async def test_a_cancelled_probe_takes_no_turn() -> None:
+    turns, ended = ProbeTurns("me", 2, 0.0), asyncio.Event()
 
     async def probe(peer: str) -> None:
         async with turns.take_turn(peer, 20, again=False):
@@ -231,6 +233,120 @@ async def test_a_cancelled_probe_takes_no_turn(monkeypatch: pytest.MonkeyPatch) 
     await asyncio.gather(*tasks[:5], return_exceptions=True)
     ended.set()
     await asyncio.wait_for(tasks[5], 30)
+
+
+class EmulatedHomes:
+    """Peers that answer a knock after a round trip, or never, and shake hands in five."""
+
+    ROUND_TRIP = 0.04
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.loop = SteppedLoop(monkeypatch)
+        #: Ports at which a peer answers, and of its relayed route.
+        self.live: set[int] = set()
+        #: When each peer was first reported with each result.
+        self.reports: dict[tuple[str, bool], float] = {}
+        self._news = asyncio.Event()
+        monkeypatch.setattr(module, "knock", self._knock)
+        monkeypatch.setattr(module, "can_connect", self._can_connect)
+        monkeypatch.setattr(module, "measure_latency", lambda *_: asyncio.sleep(0, 0.02))
+
+    async def _knock(self, hosts: Sequence[str], port: int, timeout: float) -> bool:
+        is_there = port in self.live and bool(hosts)
+        await asyncio.sleep(self.ROUND_TRIP if is_there else timeout * bool(hosts))
+        return is_there
+
+    async def _can_connect(self, *given: Any) -> bool:
+        targets, timeout = given[4:]
+        is_there = any(int(one.rpartition(":")[2]) in self.live for one in targets)
+        await asyncio.sleep(5 * self.ROUND_TRIP if is_there else timeout)
+        return is_there
+
+    def report(self, peer: str, result: ProbeResult) -> None:
+        """Record a report of the prober's."""
+        self.reports.setdefault((peer, result.is_reachable), self.loop.now)
+        self._news.set()
+
+    async def wait_for(self, *reports: tuple[str, bool]) -> None:
+        """Let time pass until these have been reported."""
+
+        async def wait() -> None:
+            while not self.reports.keys() >= {*reports}:
+                self._news.clear()
+                await self._news.wait()
+
+        await self.loop.run_until_done([asyncio.create_task(wait())])
+
+
+async def test_peers_that_are_off_delay_nobody(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A live peer is reached at once, and a relay for a silent one asked for after half a second,
+    beside eight that are switched off."""
+    homes = EmulatedHomes(monkeypatch)
+    routes = FakeRoutes(0)
+    prober = PeerProber(net.context, net.member(), homes.report, ignore_loss, routes)
+    off = [member(net.member().public, 1) for _ in range(8)]
+    live, closed = (member(net.member().public, port) for port in (2, 3))
+    homes.live = {2, 4}
+    for info in (*off, live, closed):
+        prober.add_peer(info)
+    await homes.wait_for((live.peer, True), (closed.peer, False))
+    assert homes.reports[live.peer, True] <= 10 * 0.05 + 6 * homes.ROUND_TRIP
+    assert homes.reports[closed.peer, False] <= 10 * 0.05 + 0.5
+    routes.port, asked_at = 4, homes.loop.now
+    prober.retry_peer(closed.peer)
+    await homes.wait_for((closed.peer, True))
+    took = homes.reports[closed.peer, True] - asked_at
+    assert took <= 1.0 + 5 * homes.ROUND_TRIP  # one handshake a second
+    await prober.close()
+
+
+async def test_a_peer_at_this_pcs_own_address_is_elsewhere(
+    net: Net, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many homes have the same addresses: this PC would answer itself."""
+    homes = EmulatedHomes(monkeypatch)
+    homes.live = {2}
+    own = ["tcp://192.168.1.2:2"]
+    prober = PeerProber(
+        net.context, net.member(), homes.report, ignore_loss, own_endpoints=lambda: own
+    )
+    other_home = member(net.member().public, 2, "192.168.1.2")
+    same_home = member(net.member().public, 2, "192.168.1.3")
+    prober.add_peer(other_home)
+    prober.add_peer(same_home)
+    await homes.wait_for((other_home.peer, False), (same_home.peer, True))
+    assert homes.reports[other_home.peer, False] == 0.0
+    assert (other_home.peer, True) not in homes.reports
+    await prober.close()
+
+
+async def test_a_second_knock_makes_up_for_a_lost_packet(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, sent = SteppedLoop(monkeypatch), list[float]()
+
+    async def connect(*_: object) -> list[float]:
+        sent.append(loop.now)
+        await (asyncio.sleep(0.04) if len(sent) > 1 else asyncio.Event().wait())
+        return [0.04]
+
+    monkeypatch.setattr(module, "_time_connects", connect)
+    knocking = asyncio.create_task(module.knock(["192.0.2.1"], 1, 0.5))
+    await loop.run_until_done([knocking])
+    assert knocking.result()
+    assert (sent, loop.now) == ([0.0, 0.25], pytest.approx(0.29))
+
+
+async def test_a_knock_ends_when_nobody_can_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as closed, socket.create_server(("127.0.0.1", 0)) as server:
+        closed.bind(("127.0.0.1", 0))
+        refusing, open_port = closed.getsockname()[1], server.getsockname()[1]
+        assert await module.knock(["127.0.0.9", "127.0.0.1"], open_port, 60.0)
+        assert not await module.knock(["127.0.0.1"], refusing, 60.0)
+        assert not await module.knock([], open_port, 60.0)
+    loop = SteppedLoop(monkeypatch)
+    monkeypatch.setattr(module, "_time_connects", lambda *_: asyncio.Event().wait())
+    silent = asyncio.create_task(module.knock(["192.0.2.1"], 1, 0.5))
+    await loop.run_until_done([silent])
+    assert (silent.result(), loop.now) == (False, 0.5)
 
 
 async def test_a_very_short_round_trip_is_measured_once(
@@ -257,6 +373,7 @@ async def test_a_direct_way_replaces_a_relayed_one(
         tried.append(arguments[4])
         return next(answers)
 
+    monkeypatch.setattr(module, "knock", lambda *_: asyncio.sleep(0, True))
     monkeypatch.setattr(module, "can_connect", can_connect)
     reported: list[ProbeResult] = []
     routes = FakeRoutes(0)
