@@ -41,16 +41,17 @@ import msgspec
 from molink.bench.report import Sample
 from molink.facts.layer_range import format_layers
 from tools.serving.client import make_prompt, send_completion
+from tools.serving.document import replace_table
 from tools.serving.link_table import (
     FIGURES,
     Cell,
     Figures,
     Link,
     format_rows,
+    format_table,
     order_links,
     read_results,
     record_cell,
-    render_table,
 )
 from tools.serving.process import ENDPOINT, INVITE, OPENED, START_S, wait_for
 from tools.wan import Node, Rig, RigError, unavailable
@@ -400,7 +401,7 @@ def main() -> None:
     elif not options.render:
         parser.error("a model's folder or --render is required")
     if options.render:
-        render_table(DOCUMENT, read_results(options.out or RESULTS))
+        replace_table(DOCUMENT, "links", format_table(read_results(options.out or RESULTS)))
 
 
 if __name__ == "__main__":

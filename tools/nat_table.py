@@ -1,6 +1,8 @@
 """Which way PCs behind each pair of routers connect, how soon, and how fast they serve.
 
     python -m tools.nat_table [--kinds open,port-cone,symmetric] [--row symmetric] [--delay-ms 10]
+        [--out docs/results/homes.json]
+    python -m tools.nat_table --render
     python -m tools.nat_table --lead-from-home
 
 For each pair two PCs serve the demo model together, four layers each, beside a third without layers
@@ -8,6 +10,8 @@ and a rendezvous at port 443, which have IPv4 and IPv6 and no router (Linux, roo
 :mod:`tools.wan.homes`). A cell says how the first PC reaches the second and back, in how many
 seconds after it has learnt of it, and the tokens per second of one stream; or the reason why the
 two don't serve. With ``--lead-from-home`` there is no third: the first PC of each pair leads.
+``--out`` records each cell as soon as it is measured, and ``--render`` makes the document's table
+from that.
 """
 
 import argparse
@@ -26,6 +30,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from tools.serving.document import replace_table
 from tools.serving.process import ENDPOINT, INVITE, OPENED, wait_for
 from tools.wan import Node, RigError
 from tools.wan.homes import KINDS, Homes, Kind, homes_unavailable
@@ -37,6 +44,9 @@ _REACHED = re.compile(r"(\S+): reached .* in (\d+\.\d+) s")
 #: The rendezvous's host name, and the address that it prints.
 _MEETING, _RENDEZVOUS = "meet.example", re.compile(r"--rendezvous (\S+)")
 _LEFT = re.compile(r"(\S+): left the relay after (\d+\.\d+) s")
+RESULTS, DOCUMENT = Path("docs/results/homes.json"), Path("docs/performance.md")
+#: Goal for the time to connect, in seconds.
+_GOAL_S = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +68,28 @@ class Cell:
         if self.failure:
             return self.failure
         return f"{ways}, {max(self.seconds, default=0.0):.1f} s, {self.rate:.0f}"
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two kinds of homes, and what was measured between them."""
+
+    first: Kind
+    second: Kind
+    cell: Cell
+
+
+def read_pairs(file: Path) -> list[Pair]:
+    """Read a results file, if there is one."""
+    return msgspec.json.decode(file.read_bytes(), type=list[Pair]) if file.exists() else []
+
+
+def record_pair(file: Path, pair: Pair) -> None:
+    """Add a pair to a results file, or replace the same one."""
+    kinds = pair.first, pair.second
+    kept = [one for one in read_pairs(file) if (one.first, one.second) != kinds]
+    data = msgspec.json.encode([*kept, pair])
+    file.write_bytes(msgspec.json.format(data, indent=1) + b"\n")
 
 
 class Pc:
@@ -195,7 +227,7 @@ class Table:
         finally:
             pc.stop()
 
-    def measure(self, tokens: int, rows: Sequence[Kind]) -> Iterator[tuple[Kind, Kind, Cell]]:
+    def measure(self, tokens: int, rows: Sequence[Kind]) -> Iterator[Pair]:
         """Every pair of kinds of which the first is in ``rows``, each once."""
         count = len(self._kinds)
         for row, first_kind in enumerate(self._kinds):
@@ -205,7 +237,7 @@ class Table:
                 for column in range(row, count):
                     with self.join(2 + count + column, "5-8") as second:
                         cell = self._measure_pair(first, second, tokens)
-                        yield first_kind, self._kinds[column], cell
+                        yield Pair(first_kind, self._kinds[column], cell)
 
     def _measure_pair(self, first: Pc, second: Pc, tokens: int) -> Cell:
         until = time.monotonic() + _SERVE_S
@@ -258,24 +290,28 @@ def _explain(status: dict[str, Any], name: str) -> str:
     return next(filter(None, problems), "no ring")
 
 
-def print_table(
-    kinds: Sequence[Kind], rows: Sequence[Kind], found: dict[tuple[Kind, Kind], Cell]
-) -> None:
-    """Print the cells as Markdown, and how long it took to connect."""
-    print(f"| | {' | '.join(kinds)} |")
-    print(f"|---|{'---|' * len(kinds)}")
-    for row, first in enumerate(kinds):
-        if first not in rows:
-            continue
-        cells = [str(found[first, one]) for one in kinds[row:]]
-        print(f"| {first} | {' | '.join([''] * row + cells)} |")
-    for what, seconds in (
-        ("reached", [one for cell in found.values() for one in cell.seconds]),
-        ("left the relay", [one for cell in found.values() for one in cell.moves]),
-    ):
+def format_table(pairs: Sequence[Pair]) -> str:
+    """The cells as Markdown, and how long it took to connect."""
+    found = {(pair.first, pair.second): pair.cell for pair in pairs}
+    kinds = [kind for kind in KINDS if any(kind in pair for pair in found)]
+    rows = [kind for kind in kinds if any(kind == first for first, _ in found)]
+    lines = [f"| | {' | '.join(kinds)} |", f"|---|{'---|' * len(kinds)}"]
+    for first in rows:
+        row = kinds.index(first)
+        cells = [str(found.get((first, second), "–")) for second in kinds[row:]]
+        lines.append(f"| {first} | {' | '.join([''] * row + cells)} |")
+    reached = sorted(one for pair in pairs for one in pair.cell.seconds)
+    moved = sorted(one for pair in pairs for one in pair.cell.moves)
+    for what, seconds in (("Reached", reached), ("Left the relay", moved)):
         if seconds:
-            last = sorted(seconds)[min(len(seconds) - 1, int(0.99 * len(seconds)))]
-            print(f"\n{what}: {statistics.median(seconds):.2f} s (median), {last:.2f} s (p99)")
+            last = seconds[min(len(seconds) - 1, int(0.99 * len(seconds)))]
+            soon = sum(one <= _GOAL_S for one in seconds) / len(seconds)
+            lines += [
+                "",
+                f"{what} within {statistics.median(seconds):.1f} s (median), {last:.1f} s (99 %);"
+                f" {soon:.0%} within {_GOAL_S:g} s.",
+            ]
+    return "\n".join(lines)
 
 
 def main() -> int:
@@ -286,21 +322,30 @@ def main() -> int:
     parser.add_argument("--delay-ms", type=float, default=10.0, help="one way, of each home")
     parser.add_argument("--tokens", type=int, default=48, help="of the measured stream")
     parser.add_argument("--lead-from-home", action="store_true", help="no PC is outside")
+    parser.add_argument("--out", type=Path, help="results file; other pairs in it are kept")
+    parser.add_argument(
+        "--render", action="store_true", help=f"only make the table of {DOCUMENT} from {RESULTS}"
+    )
     options = parser.parse_args()
+    if options.render:
+        replace_table(DOCUMENT, "homes", format_table(read_pairs(RESULTS)))
+        return 0
     reason = homes_unavailable()
     if reason is not None:
         raise RigError(reason)
     kinds: list[Kind] = [kind for kind in KINDS if kind in options.kinds.split(",")]
     rows: list[Kind] = [options.row] if options.row else kinds
-    found: dict[tuple[Kind, Kind], Cell] = {}
+    pairs: list[Pair] = []
     with tempfile.TemporaryDirectory() as folder:
         table = Table(Path(folder), kinds, options.delay_ms, leads_from_home=options.lead_from_home)
         with table.open():
-            for first, second, cell in table.measure(options.tokens, rows):
-                found[first, second] = cell
-                took = " ".join(f"{one:.2f}" for one in (*cell.seconds, *cell.moves))
-                print(f"{first}, {second}: {cell}; {took}", file=sys.stderr, flush=True)
-    print_table(kinds, rows, found)
+            for pair in table.measure(options.tokens, rows):
+                pairs.append(pair)
+                took = " ".join(f"{one:.2f}" for one in (*pair.cell.seconds, *pair.cell.moves))
+                print(f"{pair.first}, {pair.second}: {pair.cell}; {took}", file=sys.stderr)
+                if options.out is not None:
+                    record_pair(options.out, pair)
+    print(format_table(pairs))
     return 0
 
 

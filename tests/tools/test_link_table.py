@@ -4,15 +4,16 @@ from pathlib import Path
 
 import pytest
 
+from tools.serving.document import replace_table
 from tools.serving.link_table import (
     Cell,
     Link,
     compute_ratios,
     format_rows,
+    format_table,
     order_links,
     read_results,
     record_cell,
-    render_table,
 )
 
 
@@ -65,28 +66,25 @@ def test_a_cell_measured_again_replaces_the_old_one(tmp_path: Path) -> None:
     assert results.cells == [make_cell(20), make_cell(5, factor=2)]
 
 
-def test_the_document_gets_the_table_between_its_marks(tmp_path: Path) -> None:
-    file, document = tmp_path / "links.json", tmp_path / "document.md"
+def test_the_table_shows_medians_and_ratios_of_each_link(tmp_path: Path) -> None:
+    file = tmp_path / "links.json"
     for mbps in (20, 5):
         record_cell(file, "the command", make_cell(mbps))
     record_cell(file, "the command", Cell(Link(1, 15, 0), {"molink": [(1.0,) * 4]}, 3.0))
-    document.write_text("before\n<!-- links: begin -->\nold\n<!-- links: end -->\nafter\n")
-    for _ in range(2):  # once rendered, it can be rendered again
-        render_table(document, read_results(file))
-    text = document.read_text(encoding="utf-8")
-    assert text.startswith("before\n<!--")
-    assert text.endswith("-->\nafter\n")
-    assert "old" not in text
-    rows = [line for line in text.splitlines() if line.startswith("| ")]
+    table = format_table(read_results(file))
+    rows = [line for line in table.splitlines() if line.startswith("| ")]
     assert rows[1] == "| 1 | 15 | 0 | 1 | 1 | 1 | – | – | – |"
     assert rows[2] == "| 5 | 15 | 0.5 | 2 | 0.2 | 4 | 0.25 | 0.25 | 0.25 |"
-    assert "molink 1 to 2, other 0 to 1. The machine's load average" in text
-    assert "0.2 to 3.0. `the command`" in text
+    assert "molink 1 to 2, other 0 to 1. The machine's load average" in table
+    assert "0.2 to 3.0. `the command`" in table
 
 
-def test_a_document_without_marks_is_refused(tmp_path: Path) -> None:
-    file, document = tmp_path / "links.json", tmp_path / "document.md"
-    record_cell(file, "the command", make_cell(5))
-    document.write_text("no marks", encoding="utf-8")
-    with pytest.raises(ValueError, match="links: begin"):
-        render_table(document, read_results(file))
+def test_a_table_replaces_what_stands_between_its_marks(tmp_path: Path) -> None:
+    document = tmp_path / "document.md"
+    text = "before\n<!-- links: begin -->\nold\n<!-- links: end -->\nafter\n"
+    document.write_text(text, encoding="utf-8")
+    for table in ("first", "second"):
+        replace_table(document, "links", table)
+    assert document.read_text(encoding="utf-8") == text.replace("old", "\nsecond\n")
+    with pytest.raises(ValueError, match="homes: begin"):
+        replace_table(document, "homes", "third")

@@ -15,7 +15,6 @@ import msgspec
 FIGURES = ("first token", "per token", "worst gap", "whole answer")
 #: Those in the document's table.
 _SHOWN = (0, 1, 3)
-_START, _END = "<!-- links: begin -->", "<!-- links: end -->"
 
 Figures = tuple[float, ...]
 
@@ -146,18 +145,3 @@ def _describe(results: Results, names: Sequence[str]) -> str:
 
 def _format_counts(counts: Sequence[int]) -> str:
     return f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
-
-
-def render_table(document: Path, results: Results) -> None:
-    """Replace the table between the marks of a document.
-
-    Raises:
-        ValueError: The document has no marks.
-    """
-    text = document.read_text(encoding="utf-8")
-    before, start, rest = text.partition(_START)
-    _, end, after = rest.partition(_END)
-    if not (start and end):
-        raise ValueError(f"{document} has no {_START} and {_END}")
-    made = f"{before}{start}\n\n{format_table(results)}\n\n{end}{after}"
-    document.write_text(made, encoding="utf-8", newline="\n")
