@@ -70,6 +70,8 @@ PLAIN = {
 FIFO = {**PLAIN, "MOLINK_LINK_POLICY": "fifo", "MOLINK_MAX_NUM_BATCHED_TOKENS": "4096"}
 LLAMA = "llama.cpp RPC"
 RESULTS, DOCUMENT = Path("docs/results/links.json"), Path("docs/performance.md")
+#: More requests than a load has: prompts of loads with other seeds differ.
+_MAX_REQUESTS = 10_000
 #: Prompt and answer of the requests before each link's loads, in tokens.
 _WARM_PROMPT, _WARM_OUTPUT = 32, 3
 
@@ -246,7 +248,7 @@ async def send_load(url: str, load: Load) -> list[Sample]:
     prompts = [
         make_prompt(
             chance.randint(load.prompt_tokens // 4, 2 * load.prompt_tokens),
-            load.requests * load.seed + index,
+            _MAX_REQUESTS * load.seed + index,
         )
         for index in range(load.requests)
     ]
