@@ -37,6 +37,7 @@ from pathlib import Path
 
 import aiohttp
 import msgspec
+import psutil
 
 from molink.bench.report import Sample
 from molink.facts.layer_range import format_layers
@@ -310,6 +311,18 @@ def measure_link(
     return found
 
 
+def read_other_cpu() -> float:
+    """CPU seconds that programs have used beside this one and those that it has started."""
+    spent = psutil.cpu_times()
+    others = spent.user + spent.nice + spent.system + spent.irq + spent.softirq
+    me = psutil.Process()
+    for process in (me, *me.children(recursive=True)):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            own = process.cpu_times()
+            others -= own.user + own.system + own.children_user + own.children_system
+    return others
+
+
 def start_sides(
     options: argparse.Namespace, folder: Path, stack: contextlib.ExitStack
 ) -> list[Side]:
@@ -336,7 +349,6 @@ def measure_links(options: argparse.Namespace) -> None:
     reason = unavailable()
     if reason is not None:
         raise RigError(reason)
-    load_average = os.getloadavg()[0]
     command = "python -m tools.bench_rival " + " ".join(_name_paths(sys.argv[1:]))
     with tempfile.TemporaryDirectory() as place, contextlib.ExitStack() as stack:
         sides = start_sides(options, Path(place), stack)
@@ -344,7 +356,10 @@ def measure_links(options: argparse.Namespace) -> None:
         print("|---|---|---:|---:|---:|---:|")
         seeds = itertools.count(options.seed)
         for link in order_links(options.mbps, options.delay_ms, options.loss):
-            cell = Cell(link, measure_link(sides, link, options, seeds), load_average)
+            started, others = time.monotonic(), read_other_cpu()
+            found = measure_link(sides, link, options, seeds)
+            other_cores = (read_other_cpu() - others) / (time.monotonic() - started)
+            cell = Cell(link, found, round(other_cores, 2))
             for row in format_rows(cell):
                 print(row, flush=True)
             if options.out is not None:

@@ -35,12 +35,12 @@ class Link:
 class Cell:
     """Figures over one kind of link: of each side, for each load.
 
-    ``load_average`` is that of the machine before the sides were started.
+    ``other_cores`` says how many of the machine's cores other programs used meanwhile.
     """
 
     link: Link
     sides: dict[str, list[Figures]]
-    load_average: float
+    other_cores: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,10 +136,10 @@ def _describe(results: Results, names: Sequence[str]) -> str:
         name: sorted({len(cell.sides.get(name, ())) for cell in results.cells}) for name in names
     }
     loads = ", ".join(f"{name} {_format_counts(found)}" for name, found in counts.items())
-    before = [cell.load_average for cell in results.cells]
+    others = [cell.other_cores for cell in results.cells]
     return (
-        f"Loads in each row: {loads}. The machine's load average before the start was"
-        f" {min(before):.1f} to {max(before):.1f}. `{results.command}`"
+        f"Loads in each row: {loads}. Other programs used {min(others):.1f} to {max(others):.1f}"
+        f" cores meanwhile. `{results.command}`"
     )
 
 
