@@ -1,7 +1,7 @@
 """Probes whether other peers are reachable, and measures their latency, for placement.
 
-A first packet to each address of a peer (:func:`knock`) tells within a round trip whether somebody
-is there, at hardly any cost; only then a handshake proves that it is the peer. Peers are knocked at
+A first packet to each address of a peer (:func:`ping`) tells within a round trip whether somebody
+is there, at hardly any cost; only then a handshake proves that it is the peer. Peers are pinged
 side by side, so that those that are switched off, or behind a router, delay nobody.
 """
 
@@ -31,25 +31,25 @@ from molinkd.tasks import cancel_tasks
 
 log = logging.getLogger(__name__)
 
-#: Timeout of a probe's knocks and of its handshake, in seconds: that takes five round trips.
+#: Timeout of a probe's pings and of its handshake, in seconds: that takes five round trips.
 TIMEOUT_S = 3.0
 #: The same for a peer's first probe: if its router lets nobody in, a relay is asked for sooner. A
 #: far peer that needs longer is found by the next one.
-FIRST_KNOCK_S, FIRST_TIMEOUT_S = 0.5, 1.5
-#: When to knock, in seconds: the first packet may be lost.
-_KNOCKS_AT = (0.0, 0.25)
+FIRST_PING_S, FIRST_TIMEOUT_S = 0.5, 1.5
+#: When to ping, in seconds: the first packet may be lost.
+_PINGS_AT = (0.0, 0.25)
 #: Interval of probing an unreachable peer, in seconds.
 RETRY_S = 5.0
 #: Interval of measuring the latency of a reachable peer, in seconds.
 MEASURE_S = 600.0
 #: The same over a relay, which may disappear; and direct connections in a row that replace it.
 RELAYED_MEASURE_S, _NUM_DIRECT = 30.0, 2
-#: Maximum number of concurrent handshakes, and of peers that are knocked at.
-_MAX_HANDSHAKES, _MAX_KNOCKED = 2, 16
-#: With more peers than this, handshakes and knocks start at these intervals in seconds: when a
+#: Maximum number of concurrent handshakes, and of peers that are pinged.
+_MAX_HANDSHAKES, _MAX_PINGED = 2, 16
+#: With more peers than this, handshakes and pings start at these intervals in seconds: when a
 #: swarm starts, every PC probes all others, and what that costs a PC each second must not grow with
 #: the swarm.
-_MANY_PEERS, _INTERVAL_S, _KNOCK_INTERVAL_S = 8, 1.0, 0.05
+_MANY_PEERS, _INTERVAL_S, _PING_INTERVAL_S = 8, 1.0, 0.05
 #: Relative and absolute (seconds) change of latency that is reported.
 _MIN_CHANGE, _MIN_CHANGE_S = 0.2, 0.001
 #: The same of the share of lost packets, with the relative change above.
@@ -131,19 +131,19 @@ async def _is_answering(
     return True
 
 
-async def knock(hosts: Sequence[str], port: int, timeout: float) -> bool:
+async def ping(hosts: Sequence[str], port: int, timeout: float) -> bool:
     """Whether anybody answers a TCP handshake at any of ``hosts`` within ``timeout`` seconds.
 
     It may not be the peer: other homes have the same addresses.
     """
-    return await _repeat_after_suspension(timeout, lambda: _knock_once(hosts, port, timeout))
+    return await _repeat_after_suspension(timeout, lambda: _ping_once(hosts, port, timeout))
 
 
-async def _knock_once(hosts: Sequence[str], port: int, timeout: float) -> bool:
+async def _ping_once(hosts: Sequence[str], port: int, timeout: float) -> bool:
     loop = asyncio.get_running_loop()
     tries = [
         loop.create_task(_is_there(host, port, delay))
-        for host, delay in itertools.product(hosts, _KNOCKS_AT)
+        for host, delay in itertools.product(hosts, _PINGS_AT)
     ]
     pending, deadline = set(tries), loop.time() + timeout
     try:
@@ -311,8 +311,8 @@ class PeerProber:
         #: All running tasks, cancelled ones included.
         self._tasks: set[asyncio.Task[None]] = set()
         self._turns = ProbeTurns(keys.public, _MAX_HANDSHAKES, _INTERVAL_S)
-        self._knock_turns = ProbeTurns(keys.public, _MAX_KNOCKED, _KNOCK_INTERVAL_S)
-        #: Peers at whose addresses nobody has answered the last knock.
+        self._ping_turns = ProbeTurns(keys.public, _MAX_PINGED, _PING_INTERVAL_S)
+        #: Peers at whose addresses nobody has answered the last ping.
         self._silent: set[str] = set()
 
     def add_peer(self, info: PeerInfo) -> None:
@@ -362,7 +362,7 @@ class PeerProber:
         """Stop probing."""
         await cancel_tasks(*self._tasks)
         self._turns.close()
-        self._knock_turns.close()
+        self._ping_turns.close()
 
     async def _probe_peer(self, info: PeerInfo) -> None:
         again = False
@@ -390,12 +390,12 @@ class PeerProber:
         return ProbeResult(reached, None, bool(endpoint) and not reached)
 
     async def _try_directly(self, info: PeerInfo, *, again: bool) -> bool:
-        """Knock at all of a peer's addresses, and shake hands if somebody is there."""
+        """Ping all of a peer's addresses, and shake hands if somebody is there."""
         peer, port, own = info.peer, info.control_port, self._own_endpoints()
-        patience, limit = (TIMEOUT_S, TIMEOUT_S) if again else (FIRST_KNOCK_S, FIRST_TIMEOUT_S)
+        patience, limit = (TIMEOUT_S, TIMEOUT_S) if again else (FIRST_PING_S, FIRST_TIMEOUT_S)
         hosts = [host for host in info.addresses if endpoints([host], port)[0] not in own]
-        async with self._knock_turns.take_turn(peer, len(self._peers), again=again):
-            is_there = await knock(hosts, port, patience)
+        async with self._ping_turns.take_turn(peer, len(self._peers), again=again):
+            is_there = await ping(hosts, port, patience)
         (self._silent.discard if is_there else self._silent.add)(peer)
         targets = endpoints(hosts, port)
         return is_there and await self._shake_hands(info, targets, limit, again=again)

@@ -163,8 +163,8 @@ async def test_concurrent_probes_are_limited(net: Net, monkeypatch: pytest.Monke
         return True
 
     monkeypatch.setattr(module, "_INTERVAL_S", 0.0)
-    monkeypatch.setattr(module, "_KNOCK_INTERVAL_S", 0.0)
-    monkeypatch.setattr(module, "knock", lambda *_: asyncio.sleep(0, True))
+    monkeypatch.setattr(module, "_PING_INTERVAL_S", 0.0)
+    monkeypatch.setattr(module, "ping", lambda *_: asyncio.sleep(0, True))
     monkeypatch.setattr(module, "can_connect", can_connect)
     monkeypatch.setattr(module, "measure_latency", lambda *_: asyncio.sleep(0, 0.001))
     reported: asyncio.Queue[str] = asyncio.Queue()
@@ -236,7 +236,7 @@ async def test_a_cancelled_probe_takes_no_turn() -> None:
 
 
 class EmulatedHomes:
-    """Peers that answer a knock after a round trip, or never, and shake hands in five."""
+    """Peers that answer a ping after a round trip, or never, and shake hands in five."""
 
     ROUND_TRIP = 0.04
 
@@ -247,11 +247,11 @@ class EmulatedHomes:
         #: When each peer was first reported with each result.
         self.reports: dict[tuple[str, bool], float] = {}
         self._news = asyncio.Event()
-        monkeypatch.setattr(module, "knock", self._knock)
+        monkeypatch.setattr(module, "ping", self._ping)
         monkeypatch.setattr(module, "can_connect", self._can_connect)
         monkeypatch.setattr(module, "measure_latency", lambda *_: asyncio.sleep(0, 0.02))
 
-    async def _knock(self, hosts: Sequence[str], port: int, timeout: float) -> bool:
+    async def _ping(self, hosts: Sequence[str], port: int, timeout: float) -> bool:
         is_there = port in self.live and bool(hosts)
         await asyncio.sleep(self.ROUND_TRIP if is_there else timeout * bool(hosts))
         return is_there
@@ -320,7 +320,7 @@ async def test_a_peer_at_this_pcs_own_address_is_elsewhere(
     await prober.close()
 
 
-async def test_a_second_knock_makes_up_for_a_lost_packet(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_second_ping_makes_up_for_a_lost_packet(monkeypatch: pytest.MonkeyPatch) -> None:
     loop, sent = SteppedLoop(monkeypatch), list[float]()
 
     async def connect(*_: object) -> list[float]:
@@ -329,22 +329,22 @@ async def test_a_second_knock_makes_up_for_a_lost_packet(monkeypatch: pytest.Mon
         return [0.04]
 
     monkeypatch.setattr(module, "_time_connects", connect)
-    knocking = asyncio.create_task(module.knock(["192.0.2.1"], 1, 0.5))
-    await loop.run_until_done([knocking])
-    assert knocking.result()
+    pinging = asyncio.create_task(module.ping(["192.0.2.1"], 1, 0.5))
+    await loop.run_until_done([pinging])
+    assert pinging.result()
     assert (sent, loop.now) == ([0.0, 0.25], pytest.approx(0.29))
 
 
-async def test_a_knock_ends_when_nobody_can_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_ping_ends_when_nobody_can_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as closed, socket.create_server(("127.0.0.1", 0)) as server:
         closed.bind(("127.0.0.1", 0))
         refusing, open_port = closed.getsockname()[1], server.getsockname()[1]
-        assert await module.knock(["127.0.0.9", "127.0.0.1"], open_port, 60.0)
-        assert not await module.knock(["127.0.0.1"], refusing, 60.0)
-        assert not await module.knock([], open_port, 60.0)
+        assert await module.ping(["127.0.0.9", "127.0.0.1"], open_port, 60.0)
+        assert not await module.ping(["127.0.0.1"], refusing, 60.0)
+        assert not await module.ping([], open_port, 60.0)
     loop = SteppedLoop(monkeypatch)
     monkeypatch.setattr(module, "_time_connects", lambda *_: asyncio.Event().wait())
-    silent = asyncio.create_task(module.knock(["192.0.2.1"], 1, 0.5))
+    silent = asyncio.create_task(module.ping(["192.0.2.1"], 1, 0.5))
     await loop.run_until_done([silent])
     assert (silent.result(), loop.now) == (False, 0.5)
 
@@ -373,7 +373,7 @@ async def test_a_direct_way_replaces_a_relayed_one(
         tried.append(arguments[4])
         return next(answers)
 
-    monkeypatch.setattr(module, "knock", lambda *_: asyncio.sleep(0, True))
+    monkeypatch.setattr(module, "ping", lambda *_: asyncio.sleep(0, True))
     monkeypatch.setattr(module, "can_connect", can_connect)
     reported: list[ProbeResult] = []
     routes = FakeRoutes(0)
