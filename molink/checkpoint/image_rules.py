@@ -10,6 +10,8 @@ from molink.errors import BrokenModel, UnsupportedModel
 PREPROCESSOR_FILE, PROCESSOR_FILE = "preprocessor_config.json", "processor_config.json"
 #: Maximum pixels of an image, even if the processor allows more: 5349 tokens of 28 x 28.
 _MOST_PIXELS = 4 << 20
+#: Maximum tokens of an image of Gemma 4.
+_MOST_CELLS = 1120
 
 
 def read_image_rules(folder: Path, vision: VisionConfig) -> VisionConfig | None:
@@ -32,6 +34,8 @@ def read_image_rules(folder: Path, vision: VisionConfig) -> VisionConfig | None:
 
 def _parse_rules(fields: ConfigFields, vision: VisionConfig) -> ImageRules:
     rules, where = vision.rules, fields.where
+    if rules.layout == "budget":
+        return _parse_budget(fields, vision)
     for name in ("do_rescale", "do_normalize", "do_resize"):
         if not fields.get_boolean(name, True):
             raise UnsupportedModel(f"{where}: {name} false is not supported")
@@ -64,6 +68,26 @@ def _parse_rules(fields: ConfigFields, vision: VisionConfig) -> ImageRules:
     if side != rules.size:
         raise BrokenModel(f"{where}: images of {side} pixels a side, in config.json {rules.size}")
     return made
+
+
+def _parse_budget(fields: ConfigFields, vision: VisionConfig) -> ImageRules:
+    """Parse Gemma 4's rules; its tower scales pixels itself."""
+    for name, only in (("do_rescale", True), ("do_normalize", False), ("do_resize", True)):
+        if fields.get_boolean(name, only) != only:
+            raise UnsupportedModel(f"{fields.where}: {name} {not only} is not supported")
+    side, patch = vision.connector.side, vision.patch_size
+    found = (
+        fields.get_integer("pooling_kernel_size", side),
+        fields.get_integer("patch_size", patch),
+    )
+    if found != (side, patch):
+        raise BrokenModel(
+            f"{fields.where}: cells of {found[0]} patches of {found[1]} pixels, in config.json "
+            f"{side} of {patch}"
+        )
+    cells = fields.get_integer("max_soft_tokens", 280, _MOST_CELLS)
+    resample = fields.get_count("resample", vision.rules.resample, 5)
+    return replace(vision.rules, most_pixels=cells * vision.cell_pixels**2, resample=resample)
 
 
 def _parse_channels(fields: ConfigFields, name: str) -> tuple[float, float, float] | None:

@@ -105,9 +105,9 @@ _VISION_PREFIXES = {
         ("connector", CONNECTOR_PREFIX),
         # Phi-4-multimodal, Gemma 4
         ("embed_tokens_extend", TOWER_PREFIX),
-        ("audio_tower", TOWER_PREFIX),
+        ("audio_tower", f"{TOWER_PREFIX}audio_tower."),
         ("embed_vision", CONNECTOR_PREFIX),
-        ("embed_audio", CONNECTOR_PREFIX),
+        ("embed_audio", f"{CONNECTOR_PREFIX}audio."),
     )
     for outer in ("", "model.")
 }

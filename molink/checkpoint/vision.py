@@ -6,6 +6,7 @@ projects these to the decoder's width. Each cell fills one placeholder token of 
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from math import prod
 from typing import Literal
 
 #: molink's prefixes of all tensors of a tower and of a connector.
@@ -13,19 +14,24 @@ TOWER_PREFIX, CONNECTOR_PREFIX = "vision.", "vision_connector."
 #: Maximum edge of a resized image, in pixels.
 MAX_SIDE = 8192
 
-VisionNorm = Literal["rms", "biased layer"]
+#: Of LayerNorm or RMSNorm, the latter perhaps without weights.
+VisionNorm = Literal["rms", "bare rms", "biased layer"]
 VisionActivation = Literal["silu", "gelu", "gelu_tanh"]
 #: How a cell's rows are merged: their mean, or their elements concatenated by row or by channel.
 Merging = Literal["mean", "by row", "by channel"]
 #: How an image is prepared. ``square``: resized to one square. ``tiles``: cut into tiles, plus a
 #: thumbnail. ``lines`` and ``cells``: resized to whole cells; with ``lines`` each line of cells
-#: ends with a token.
-ImageLayout = Literal["square", "tiles", "lines", "cells"]
+#: ends with a token. ``budget``: as many whole cells as an image may have, also of small images.
+ImageLayout = Literal["square", "tiles", "lines", "cells", "budget"]
 
 
 @dataclass(frozen=True, slots=True)
 class TowerNames:
-    """Names of a tower's modules; those of a layer follow ``layers.INDEX.``; ``None`` if absent."""
+    """Names of a tower's modules; those of a layer follow ``layers.INDEX.``; ``None`` if absent.
+
+    With ``query_norm`` and ``key_norm`` each head's queries and keys are normed, values too, but
+    without weights, and scores are not scaled.
+    """
 
     patches: str = "embeddings.patch_embedding"
     positions: str | None = "embeddings.position_embedding"
@@ -36,8 +42,12 @@ class TowerNames:
     attention: str = "self_attn"
     #: Queries, keys and values: three tensors, or one merged tensor.
     heads: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    query_norm: str | None = None
+    key_norm: str | None = None
     output: str = "out_proj"
+    after_attention: str | None = None
     mlp_norm: str = "layer_norm2"
+    after_mlp: str | None = None
     #: Gate (if gated), up and down.
     mlp: tuple[str, ...] = ("mlp.fc1", "mlp.fc2")
 
@@ -74,7 +84,8 @@ class LinearShape:
 class ConnectorShape:
     """A connector's shape. It merges cells of ``side * side`` tower rows and projects them.
 
-    The names of its tensors begin with ``prefix``.
+    The names of its tensors begin with ``prefix``. Merged rows are multiplied by ``scale``, and if
+    ``standardized`` they become ``(row - std_bias) * std_scale``, of tensors in the tower.
     """
 
     side: int
@@ -83,6 +94,8 @@ class ConnectorShape:
     row_norm: NormShape | None = None
     cell_norm: NormShape | None = None
     prefix: str = CONNECTOR_PREFIX
+    scale: float = 1.0
+    standardized: bool = False
 
     def list_tensors(self, hidden_size: int) -> dict[str, tuple[int, ...]]:
         """Return the connector's tensor shapes by name, for rows of ``hidden_size`` elements."""
@@ -93,6 +106,8 @@ class ConnectorShape:
                 shapes |= _norm_tensors(f"{self.prefix}{norm.name}", norm.kind, width)
         for each in self.projections:
             shapes |= _linear_tensors(self.prefix, each)
+        if self.standardized:
+            shapes |= {f"{TOWER_PREFIX}{name}": (cell,) for name in ("std_bias", "std_scale")}
         return shapes
 
 
@@ -105,7 +120,7 @@ class ImageRules:
     into tiles, 0 for no tiles. ``resample`` is Pillow's filter number. A template writes
     ``placeholder`` for an image, which becomes ``opening``, one ``token`` per row, and ``closing``.
     Each line but the last ends with ``line_end``. Images with layout ``cells`` have
-    ``least_pixels`` to ``most_pixels``.
+    ``least_pixels`` to ``most_pixels``, those with layout ``budget`` at most ``most_pixels``.
     """
 
     layout: ImageLayout
@@ -128,13 +143,17 @@ class VisionConfig:
     """A vision tower: its size, tensor names and connector, and the rules for its images.
 
     ``position_side`` is the side of the table of learned positions, which is resized to an image's
-    grid. With ``rope_theta``, queries and keys are rotated by a patch's row and column, with the
-    same frequencies for both, or ``alternating`` ones. A ``gated`` MLP is ``act(gate) * up``. A
-    patch attends to the patches of its window, a square of ``window * window`` patches, and in
+    grid; with ``axis_positions`` there is instead a table of that many columns and one of as many
+    lines. ``flat_patches`` are projected as pixels line by line, others as by a convolution. With
+    ``rope_theta``, queries and keys are rotated by a patch's row and column, with the same
+    frequencies for both, or ``alternating`` ones; with ``split_rope`` the column rotates the first
+    half of a head, the row its second. A ``gated`` MLP is ``act(gate) * up``. A patch attends
+    to the patches of its window, a square of ``window * window`` patches, and in
     ``full_layers`` to all patches (``window`` 0: in all layers). The patch projection has weights
     for ``frames`` frames; an image is repeated for each of them.
 
-    With ``whole_images``, an image's rows in the decoder attend to the whole image. ``deepstack``
+    With ``whole_images``, an image's rows in the decoder attend to the whole image, if not
+    ``causal_full_layers`` in layers without a window. ``deepstack``
     lists tower layers with connectors: the connectors' rows are added to the image's rows after the
     decoder's first layers, one connector per layer (DeepStack, arXiv 2406.04334).
     """
@@ -154,12 +173,16 @@ class VisionConfig:
     biased: bool = True
     patch_biased: bool = True
     position_side: int = 0
+    axis_positions: int = 0
+    flat_patches: bool = False
     rope_theta: float = 0.0
     alternating: bool = False
+    split_rope: bool = False
     window: int = 0
     full_layers: frozenset[int] = frozenset()
     frames: int = 1
     whole_images: bool = False
+    causal_full_layers: bool = False
     deepstack: tuple[tuple[int, ConnectorShape], ...] = ()
 
     @property
@@ -184,7 +207,7 @@ class VisionConfig:
             ValueError: it doesn't consist of whole cells, or isn't of the tower's only size.
         """
         side, cell = self.rules.size, self.cell_pixels
-        if self.rules.layout == "cells" and height * width > self.rules.most_pixels:
+        if self.rules.most_pixels and height * width > self.rules.most_pixels:
             raise ValueError(f"{width}x{height} pixels; at most {self.rules.most_pixels}")
         if height % cell or width % cell or not 0 < height <= side or not 0 < width <= side:
             raise ValueError(f"{width}x{height} pixels are not whole cells of {cell} up to {side}")
@@ -202,7 +225,9 @@ class VisionConfig:
         """
         pixels = self.rules.most_pixels or self.rules.size**2
         patches = pixels // self.patch_size**2
-        attended = (6 + 2 * bool(self.rope_theta) + 4 * bool(self.window)) * self.hidden_size
+        copies = 2 * bool(self.rope_theta) + 4 * bool(self.window)
+        copies += 3 * (self.names.query_norm is not None)
+        attended = (6 + copies) * self.hidden_size
         inner = (2 + self.gated) * self.intermediate_size + 3 * self.hidden_size
         cells = patches // self.connector.side**2
         kept = (1 + 2 * len(self.deepstack)) * self.connector.projections[-1].outputs
@@ -222,16 +247,19 @@ class VisionConfig:
         names, width, shapes = self.names, self.hidden_size, dict[str, tuple[int, ...]]()
         frames = () if self.frames == 1 else (self.frames,)
         patch = 3, *frames, self.patch_size, self.patch_size
-        shapes[f"{TOWER_PREFIX}{names.patches}.weight"] = width, *patch
+        pixels = (prod(patch),) if self.flat_patches else patch
+        shapes[f"{TOWER_PREFIX}{names.patches}.weight"] = width, *pixels
         if self.patch_biased:
             shapes[f"{TOWER_PREFIX}{names.patches}.bias"] = (width,)
         if names.positions is not None:
-            table = self.position_side**2, width
-            shapes[f"{TOWER_PREFIX}{names.positions}.weight"] = table
+            shapes |= self._position_tensors(f"{TOWER_PREFIX}{names.positions}")
         norms = [name for name in (names.first_norm, names.last_norm) if name is not None]
         for layer in range(self.layers):
             prefix = f"{names.layers}{layer}."
-            norms += [f"{prefix}{names.attention_norm}", f"{prefix}{names.mlp_norm}"]
+            inner = names.attention_norm, names.after_attention, names.mlp_norm, names.after_mlp
+            norms += [f"{prefix}{name}" for name in inner if name is not None]
+            for name in filter(None, (names.query_norm, names.key_norm)):
+                shapes[f"{TOWER_PREFIX}{prefix}{names.attention}.{name}.weight"] = (self.head_dim,)
             for each in self.layer_projections(layer):
                 shapes |= _linear_tensors(TOWER_PREFIX, each)
         for name in norms:
@@ -239,6 +267,11 @@ class VisionConfig:
         for connector in self.connectors:
             shapes |= connector.list_tensors(width)
         return shapes
+
+    def _position_tensors(self, name: str) -> dict[str, tuple[int, ...]]:
+        if self.axis_positions:
+            return {name: (2, self.axis_positions, self.hidden_size)}
+        return {f"{name}.weight": (self.position_side**2, self.hidden_size)}
 
     def layer_projections(self, layer: int) -> tuple[LinearShape, ...]:
         """List a layer's projections: queries, keys, values, output; gate (if gated), up, down."""
@@ -265,7 +298,8 @@ class VisionConfig:
 
 
 def _norm_tensors(name: str, kind: VisionNorm, width: int) -> dict[str, tuple[int, ...]]:
-    ends = ("weight",) if kind == "rms" else ("weight", "bias")
+    kinds: dict[VisionNorm, tuple[str, ...]] = {"rms": ("weight",), "bare rms": ()}
+    ends = kinds.get(kind, ("weight", "bias"))
     return {f"{name}.{end}": (width,) for end in ends}
 
 

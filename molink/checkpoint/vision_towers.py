@@ -345,6 +345,84 @@ def _qwen3(outer: ConfigFields, inner: ConfigFields, text: _TextShape) -> Vision
     )
 
 
+#: Names of Gemma 4's modules.
+_GEMMA4_NAMES = TowerNames(
+    patches="patch_embedder.input_proj",
+    positions="patch_embedder.position_embedding_table",
+    last_norm=None,
+    attention_norm="input_layernorm",
+    heads=("q_proj.linear", "k_proj.linear", "v_proj.linear"),
+    query_norm="q_norm",
+    key_norm="k_norm",
+    output="o_proj.linear",
+    after_attention="post_attention_layernorm",
+    mlp_norm="pre_feedforward_layernorm",
+    mlp=("mlp.gate_proj.linear", "mlp.up_proj.linear", "mlp.down_proj.linear"),
+    after_mlp="post_feedforward_layernorm",
+)
+
+
+def _gemma4(outer: ConfigFields, inner: ConfigFields, text: _TextShape) -> VisionConfig:
+    """Gemma 4: positions by axis, norms of heads and after modules, the mean of each cell."""
+    for name in ("use_clipped_linears", "attention_bias"):
+        if inner.get_boolean(name, False):
+            raise UnsupportedModel(f"{inner.where}: {name} is not supported")
+    width, heads = (
+        inner.get_integer("hidden_size", maximum=_MAX_WIDTH),
+        inner.get_integer("num_attention_heads", maximum=_MAX_WIDTH),
+    )
+    sizes = heads * inner.get_integer("head_dim"), inner.get_integer("num_key_value_heads")
+    if sizes != (width, heads):
+        raise UnsupportedModel(f"{inner.where}: heads other than {heads} of {width // heads}")
+    side, patch = (
+        inner.get_integer("pooling_kernel_size", maximum=_MAX_PATCH),
+        inner.get_integer("patch_size", maximum=_MAX_PATCH),
+    )
+    eps, cell = inner.get_positive("rms_norm_eps"), patch * side
+    positions = inner.get_integer("position_embedding_size", maximum=MAX_SIDE**2)
+    rope = ConfigFields(inner.get_object("rope_parameters"), inner.where)
+    decoder = outer.get_object("text_config")
+    return VisionConfig(
+        layers=inner.get_integer("num_hidden_layers", maximum=_MAX_LAYERS),
+        hidden_size=width,
+        heads=heads,
+        intermediate_size=inner.get_integer("intermediate_size", maximum=_MAX_WIDTH),
+        patch_size=patch,
+        norm_kind="rms",
+        norm_eps=eps,
+        activation=_parse_activation(inner, "hidden_activation", "gelu_pytorch_tanh"),
+        connector=ConnectorShape(
+            side=side,
+            merging="mean",
+            projections=(
+                LinearShape(name="embedding_projection", inputs=width, outputs=text.hidden_size),
+            ),
+            cell_norm=NormShape(name="embedding_pre_projection_norm", kind="bare rms", eps=eps),
+            scale=width**0.5,
+            standardized=inner.get_boolean("standardize", False),
+        ),
+        rules=ImageRules(
+            layout="budget",
+            placeholder="<|image|>",
+            token="<|image|>",
+            opening="<|image>",
+            closing="<image|>",
+            size=min(positions * patch, MAX_SIDE) // cell * cell,
+            most_pixels=280 * cell**2,
+        ),
+        names=_GEMMA4_NAMES,
+        gated=True,
+        biased=False,
+        patch_biased=False,
+        axis_positions=positions,
+        flat_patches=True,
+        rope_theta=rope.get_positive("rope_theta", 100.0),
+        split_rope=True,
+        whole_images=decoder.get("use_bidirectional_attention") == "vision",
+        causal_full_layers=True,
+    )
+
+
 _IDEFICS_DEFAULTS = {
     "hidden_size": 1152,
     "num_attention_heads": 16,
@@ -382,6 +460,18 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "SmolVLMForConditionalGeneration": _IDEFICS_DEFAULTS,
     "Idefics3ForConditionalGeneration": _IDEFICS_DEFAULTS,
+    "Gemma4ForConditionalGeneration": {
+        "hidden_size": 768,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 12,
+        "head_dim": 64,
+        "rms_norm_eps": 1e-6,
+        "pooling_kernel_size": 3,
+        "patch_size": 16,
+        "position_embedding_size": 10240,
+    },
     "Gemma3ForConditionalGeneration": {
         "hidden_size": 768,
         "num_attention_heads": 12,
@@ -403,6 +493,7 @@ _TOWERS: dict[str, Callable[[ConfigFields, ConfigFields, _TextShape], VisionConf
     "Idefics3ForConditionalGeneration": _idefics3,
     "Mistral3ForConditionalGeneration": _mistral3,
     "Gemma3ForConditionalGeneration": _gemma3,
+    "Gemma4ForConditionalGeneration": _gemma4,
     "Qwen2_5_VLForConditionalGeneration": _qwen2_5,
     "Qwen3VLForConditionalGeneration": _qwen3,
     "Qwen3VLMoeForConditionalGeneration": _qwen3,

@@ -1,6 +1,7 @@
 """Resizes and cuts an image for a vision tower, as the released processors do.
 
-Each layout of :class:`.ImageRules` has its rule: one square, tiles and a thumbnail, or whole cells.
+Each layout of :class:`.ImageRules` has its rule: one square, tiles and a thumbnail, whole cells, or
+as many cells as an image may have.
 """
 
 import math
@@ -14,6 +15,8 @@ from molink.errors import RequestError
 
 #: Longest edge of an image with low ``detail``, as in OpenAI's API.
 LOW_DETAIL = 512
+#: Tokens of an image with low ``detail`` if its size is a number of tokens.
+_LOW_CELLS = 70
 #: Maximum ratio of an image's edges if it is resized to whole cells.
 _MAX_RATIO = 200
 #: Longest edge of an image before it is cut into tiles.
@@ -36,6 +39,9 @@ class CutImage:
 def cut_image(image: Image.Image, vision: VisionConfig, *, low_detail: bool = False) -> CutImage:
     """Cut an RGB ``image``; with ``low_detail`` into fewer rows."""
     rules = vision.rules
+    if rules.layout == "budget":
+        width, height = _fill_budget(*image.size, vision, low_detail=low_detail)
+        return _show_whole(_resize(image, width, height, rules), vision)
     if low_detail and max(image.size) > LOW_DETAIL:
         image = image.copy()
         image.thumbnail((LOW_DETAIL, LOW_DETAIL), Image.Resampling(rules.resample))
@@ -140,6 +146,23 @@ def _fit_area(width: int, height: int, vision: VisionConfig) -> tuple[int, int]:
         grow = math.sqrt(rules.least_pixels / (width * height))
         columns, lines = (math.ceil(size * grow / cell) for size in (width, height))
     return min(columns * cell, rules.size), min(lines * cell, rules.size)
+
+
+def _fill_budget(
+    width: int, height: int, vision: VisionConfig, *, low_detail: bool
+) -> tuple[int, int]:
+    """Return the largest size of whole cells within the budget, with a similar aspect ratio."""
+    cell = vision.cell_pixels
+    most = vision.rules.most_pixels // cell**2
+    most = min(most, _LOW_CELLS) if low_detail else most
+    factor = math.sqrt(most * cell**2 / (height * width))
+    columns, lines = (math.floor(factor * size / cell) for size in (width, height))
+    longest = min(most, vision.rules.size // cell)
+    if not lines:
+        lines, columns = 1, max(width // height, 1)
+    elif not columns:
+        columns, lines = 1, max(height // width, 1)
+    return min(columns, longest) * cell, min(lines, longest) * cell
 
 
 def tile_pixels(cut: CutImage) -> Iterator[bytes]:

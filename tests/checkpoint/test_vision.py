@@ -10,7 +10,7 @@ import pytest
 from molink.checkpoint.config import ModelConfig
 from molink.checkpoint.tensor_layout import stage_tensors
 from molink.checkpoint.vision import VisionConfig
-from molink.errors import BrokenModel
+from molink.errors import BrokenModel, ModelError, UnsupportedModel
 from tests.checkpoint.test_multimodal import GEMMA3_4B
 
 #: From config.json of HuggingFaceTB/SmolVLM-256M-Instruct.
@@ -139,6 +139,41 @@ QWEN3_VL_30B = {
         "temporal_patch_size": 2,
     },
 }
+#: google/gemma-4-31B-it
+GEMMA4_31B = {
+    "architectures": ["Gemma4ForConditionalGeneration"],
+    "text_config": {
+        "attention_k_eq_v": True,
+        "global_head_dim": 512,
+        "head_dim": 256,
+        "hidden_size": 5376,
+        "intermediate_size": 21504,
+        "model_type": "gemma4_text",
+        "num_attention_heads": 32,
+        "num_global_key_value_heads": 4,
+        "num_hidden_layers": 60,
+        "num_key_value_heads": 16,
+        "sliding_window": 1024,
+        "use_bidirectional_attention": "vision",
+        "vocab_size": 262144,
+    },
+    "vision_config": {
+        "head_dim": 72,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size": 1152,
+        "intermediate_size": 4304,
+        "model_type": "gemma4_vision",
+        "num_attention_heads": 16,
+        "num_hidden_layers": 27,
+        "num_key_value_heads": 16,
+        "patch_size": 16,
+        "pooling_kernel_size": 3,
+        "position_embedding_size": 10240,
+        "rms_norm_eps": 1e-06,
+        "rope_parameters": {"rope_theta": 100.0, "rope_type": "default"},
+        "standardize": True,
+    },
+}
 
 
 def tower(raw: dict[str, Any]) -> VisionConfig:
@@ -155,8 +190,12 @@ def tower(raw: dict[str, Any]) -> VisionConfig:
         (MISTRAL_SMALL, (1540, 1512), 55 * 54, 222, 438),
         (QWEN25_VL_3B, (336, 448), 192, 390, 668),
         (QWEN3_VL_30B, (480, 640), 300, 351, 538),
+        (GEMMA4_31B, (672, 960), 280, 356, 575),
     ],
-    ids=["SmolVLM-256M", "Gemma 3 4B", "Mistral Small 3.1", "Qwen2.5-VL 3B", "Qwen3-VL 30B"],
+    ids=[
+        *("SmolVLM-256M", "Gemma 3 4B", "Mistral Small 3.1", "Qwen2.5-VL 3B", "Qwen3-VL 30B"),
+        "Gemma 4 31B",
+    ],
 )
 def test_released_towers(
     raw: dict[str, Any], size: tuple[int, int], rows: int, tensors: int, millions: int
@@ -228,13 +267,39 @@ def test_contradictions_are_refused(change: dict[str, Any], message: str) -> Non
         MISTRAL_SMALL | {"vision_feature_layer": -2},
         MISTRAL_SMALL
         | {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 128}},
+        GEMMA4_31B | {"vision_config": {"use_clipped_linears": True}},
+        GEMMA4_31B | {"vision_config": GEMMA4_31B["vision_config"] | {"head_dim": 64}},
     ],
-    ids=["another layer", "quantized"],
+    ids=["another layer", "quantized", "clipped", "narrow heads"],
 )
 def test_other_towers_leave_the_text_model(raw: dict[str, Any]) -> None:
     config = ModelConfig.parse_config(raw, "config.json")
     assert config.is_text_only
     assert any("images are not supported" in note for note in config.notes)
+
+
+@pytest.mark.parametrize(
+    ("rules", "error", "message"),
+    [
+        ({"do_normalize": True}, UnsupportedModel, "do_normalize True is not supported"),
+        ({"max_soft_tokens": 1 << 20}, BrokenModel, "max_soft_tokens"),
+        ({"patch_size": 14}, BrokenModel, "cells of 3 patches of 14 pixels"),
+    ],
+)
+def test_rules_of_gemma4(
+    tmp_path: Path, rules: dict[str, Any], error: type[ModelError], message: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(GEMMA4_31B), encoding="utf-8")
+    path = tmp_path / "processor_config.json"
+    path.write_text(json.dumps({"image_processor": {"max_soft_tokens": 560}}), encoding="utf-8")
+    vision = ModelConfig.load_folder(tmp_path).vision
+    assert vision is not None
+    assert vision.rules.most_pixels == 560 * 48 * 48
+    with pytest.raises(ValueError, match="pixels"):
+        vision.count_rows(48 * 20, 48 * 30)
+    path.write_text(json.dumps({"image_processor": rules}), encoding="utf-8")
+    with pytest.raises(error, match=message):
+        ModelConfig.load_folder(tmp_path)
 
 
 def named(module: str) -> str:

@@ -1,5 +1,6 @@
 """Images are resized and placed in prompts as the released processors do."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 from PIL import Image
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -69,6 +71,32 @@ def test_pixels_of_the_released_processors(
         assert found["image_grid_thw"].tolist() == [[1, lines, columns]]
     expected = found["pixel_values"]
     torch.testing.assert_close(pixels, expected.view(pixels.shape), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [*SIZES, (300, 2), (3, 900), (1000, 1000)])
+@pytest.mark.parametrize("seeing", ["gemma4"], indirect=True)
+def test_pixels_within_a_budget_of_tokens(seeing: Path, size: tuple[int, int]) -> None:
+    rules = PREPROCESSORS["gemma4"] | {"max_soft_tokens": 70}
+    (seeing / "preprocessor_config.json").write_text(json.dumps(rules))
+    picture, vision = make_picture(*size), open_vision(seeing)
+    cut = cut_image(picture, vision)
+    found = Gemma4ImageProcessorPil(**rules)(picture, return_tensors="pt")
+    lines, columns = (extent // vision.patch_size for extent in cut.tiles[0].size[::-1])
+    pixels = torch.from_numpy(np.array(cut.tiles[0])) / 255
+    split = pixels.view(lines, vision.patch_size, columns, vision.patch_size, 3)
+    patches = split.transpose(1, 2).reshape(lines * columns, -1)
+    expected = found["pixel_values"][0][: lines * columns]
+    torch.testing.assert_close(patches, expected.float(), rtol=0, atol=1e-5)
+    assert cut.text.count("<|image|>") == int(found["num_soft_tokens_per_image"][0])
+
+
+@pytest.mark.parametrize("seeing", ["gemma4"], indirect=True)
+def test_low_detail_within_a_budget_of_tokens(seeing: Path) -> None:
+    rules = PREPROCESSORS["gemma4"] | {"max_soft_tokens": 1120}
+    (seeing / "preprocessor_config.json").write_text(json.dumps(rules))
+    vision, picture = open_vision(seeing), make_picture(400, 400)
+    high, low = (cut_image(picture, vision, low_detail=low) for low in (False, True))
+    assert (high.text.count("<|image|>"), low.text.count("<|image|>")) == (33 * 33, 8 * 8)
 
 
 @pytest.mark.parametrize("seeing", ["smolvlm"], indirect=True)

@@ -19,7 +19,10 @@ from tests.support.sight import (
     make_seeing,
 )
 
-FAMILIES = ("smolvlm", "mistral3", "gemma3", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5")
+FAMILIES = (
+    *("smolvlm", "mistral3", "gemma3", "gemma4"),
+    *("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5"),
+)
 
 
 @pytest.fixture(params=FAMILIES, scope="module")

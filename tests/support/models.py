@@ -306,6 +306,7 @@ FAMILY_FIELDS: dict[str, dict[str, Any]] = {
     "gemma3_text": {"sliding_window": 10, "query_pre_attn_scalar": 24, "tie_word_embeddings": True},
     "gemma3": {"sliding_window": 10, "query_pre_attn_scalar": 24, "tie_word_embeddings": True},
     "gemma4_text": GEMMA4,
+    "gemma4": {**GEMMA4, "use_bidirectional_attention": "vision"},
     "gemma4_unified_text": {
         name: value for name, value in GEMMA4.items() if name != "hidden_size_per_layer_input"
     },
@@ -324,6 +325,12 @@ _DEEPSTACK = {"out_hidden_size": 64, "deepstack_visual_indexes": [0]}
 SIGHT: dict[str, dict[str, Any]] = {
     "gemma3": {"model_type": "siglip_vision_model", "image_size": 224},
     "mistral3": {"model_type": "pixtral", "image_size": 28, "head_dim": 16},
+    "gemma4": {
+        "model_type": "gemma4_vision",
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "position_embedding_size": 160,
+    },
     "smolvlm": {"model_type": "smolvlm_vision", "image_size": 28},
     "aya_vision": {"model_type": "siglip_vision_model", "image_size": 28},
     "cohere2_vision": {"model_type": "siglip_vision_model", "image_size": 28},
@@ -478,8 +485,10 @@ def _randomize_weights(model: Any, family: str) -> None:
     for name, buffer in model.named_buffers():
         if name.endswith("layer_scalar"):
             buffer.normal_(0.8, 0.1)
-        if name.endswith(CORRECTIONS):
+        if name.endswith((*CORRECTIONS, "std_bias")):
             buffer.normal_(0, 0.1)
+        elif name.endswith("std_scale"):
+            buffer.uniform_(0.5, 1.5)
 
 
 #: What MiMo calls the parts of such a layer.

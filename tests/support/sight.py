@@ -35,6 +35,7 @@ TOKENS: dict[str, tuple[str, ...]] = {
     ),
     "mistral3": ("[IMG]", "[IMG_BREAK]", "[IMG_END]"),
     "gemma3": ("<image_soft_token>", "<start_of_image>", "<end_of_image>"),
+    "gemma4": ("<|image|>", "<|image>", "<image|>"),
     "qwen2_5_vl": ("<|image_pad|>", "<|vision_start|>", "<|vision_end|>"),
     "qwen3_vl": ("<|image_pad|>", "<|vision_start|>", "<|vision_end|>"),
     "qwen3_vl_moe": ("<|image_pad|>", "<|vision_start|>", "<|vision_end|>"),
@@ -53,6 +54,24 @@ _FIELDS: dict[str, dict[str, Any]] = {
     "gemma3": {
         "vision_config": {"image_size": 32, "patch_size": 4, "num_hidden_layers": 2},
         "outer_config": {"image_token_index": IMAGE_ID, "mm_tokens_per_image": 16},
+    },
+}
+_FIELDS["gemma4"] = {
+    "vision_config": {
+        "patch_size": 4,
+        "num_hidden_layers": 2,
+        "pooling_kernel_size": 2,
+        "standardize": True,
+    },
+    "outer_config": {
+        "image_token_id": IMAGE_ID,
+        "boi_token_id": IMAGE_ID + 1,
+        "eoi_token_id": IMAGE_ID + 2,
+        # Tokens of no prompt, as the small vocabulary lacks the released models'.
+        "video_token_id": 300,
+        "audio_token_id": 301,
+        "boa_token_id": 302,
+        "eoa_token_index": 303,
     },
 }
 _QWEN_TOKENS = {
@@ -112,6 +131,14 @@ PREPROCESSORS: dict[str, dict[str, Any]] = {
     "smolvlm": {"size": {"longest_edge": 64}, "max_image_size": {"longest_edge": 32}},
     "mistral3": {"size": {"longest_edge": 64}, "image_mean": [0.4, 0.5, 0.6]},
     "gemma3": {"size": {"height": 32, "width": 32}, "resample": 2},
+    "gemma4": {
+        "max_soft_tokens": 12,
+        "patch_size": 4,
+        "pooling_kernel_size": 2,
+        "do_normalize": False,
+        "image_mean": [0.0] * 3,
+        "image_std": [1.0] * 3,
+    },
     "qwen2_5_vl": {"min_pixels": 16 * 16, "max_pixels": 40 * 40},
     "qwen3_vl": {"size": {"shortest_edge": 16 * 16, "longest_edge": 40 * 40}},
     "qwen3_vl_moe": {"size": {"shortest_edge": 16 * 16, "longest_edge": 40 * 40}},
@@ -209,6 +236,8 @@ class SeenPrompt:
             tiles.append(((pixels / 255 - mean) / std).permute(2, 0, 1))
         if rules.layout == "cells":
             return self._patches(tiles)
+        if rules.layout == "budget":
+            return self._flat_patches(tiles)
         sizes = torch.tensor([[image.span.height, image.span.width] for image in self.images])
         if rules.layout == "tiles":
             return {"pixel_values": torch.stack(tiles)[None]}
@@ -220,6 +249,24 @@ class SeenPrompt:
         for one, tile in zip(padded, tiles, strict=True):
             one[:, : tile.shape[1], : tile.shape[2]] = tile
         return {"pixel_values": padded, "image_sizes": sizes}
+
+    def _flat_patches(self, tiles: Sequence[Tensor]) -> dict[str, Tensor]:
+        """The inputs of Gemma 4, whose tower scales pixels itself."""
+        patch, most = self.vision.patch_size, max(tile[0].numel() for tile in tiles)
+        pixels = torch.zeros(len(tiles), most // patch**2, 3 * patch**2)
+        places = torch.full((*pixels.shape[:2], 2), -1)
+        for own, where, tile in zip(pixels, places, tiles, strict=True):
+            lines, columns = tile.shape[1] // patch, tile.shape[2] // patch
+            split = tile.view(3, lines, patch, columns, patch).permute(1, 3, 2, 4, 0)
+            own[: lines * columns] = split.reshape(lines * columns, -1) / 2 + 0.5
+            line, column = torch.meshgrid(torch.arange(lines), torch.arange(columns), indexing="ij")
+            where[: lines * columns] = torch.stack((column, line), dim=-1).flatten(0, 1)
+        seen = torch.tensor([[token >= FIRST_IMAGE_ID for token in self.ids]])
+        return {
+            "pixel_values": pixels,
+            "image_position_ids": places,
+            "mm_token_type_ids": seen.long(),
+        }
 
     def _patches(self, tiles: Sequence[Tensor]) -> dict[str, Tensor]:
         """The inputs of a Qwen."""

@@ -31,7 +31,8 @@ class AttentionShape:
     length. With ``chooses`` rows attend to positions that they select (sparse attention). A
     ``softcap`` above 0 bounds scores to ``softcap * tanh(score / softcap)`` (Gemma 2). With
     ``sinks`` each query head has a learned score that takes part in the softmax only (gpt-oss).
-    With ``whole_images`` rows of an image attend to the whole image.
+    With ``whole_images`` rows of an image attend to the whole image, if not ``causal_full_layers``
+    in layers without a window.
     """
 
     kv_heads: int
@@ -46,6 +47,7 @@ class AttentionShape:
     chunked: bool = False
     chooses: bool = False
     whole_images: bool = False
+    causal_full_layers: bool = False
 
     def first_visible(self, position: Positions, window: int) -> Positions:
         """Return the first position that a row at ``position`` attends to; may be negative.
@@ -53,6 +55,10 @@ class AttentionShape:
         ``window`` must be above 0.
         """
         return position // window * window if self.chunked else position - window + 1
+
+    def sees_whole_images(self, window: int) -> bool:
+        """Whether rows of an image attend to the whole image in layers with ``window``."""
+        return self.whole_images and bool(window or not self.causal_full_layers)
 
     @property
     def quantizes(self) -> bool:
@@ -89,6 +95,7 @@ class AttentionShape:
             chunked=config.chunked_windows,
             chooses=config.latent is not None and config.latent.index is not None,
             whole_images=config.sees_whole_images,
+            causal_full_layers=config.vision is not None and config.vision.causal_full_layers,
         )
 
 

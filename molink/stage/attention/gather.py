@@ -173,7 +173,7 @@ class _GroupBuilder:
 
     def _prefill_chunk(self, span: Span, sequence: SequenceRows, window: int) -> PrefillChunk:
         mask, whole = None, sequence.start == 0
-        sees = self._shape.whole_images and bool(sequence.images)
+        sees = self._shape.sees_whole_images(window) and bool(sequence.images)
         if not whole or self._by_hand or sees or (window and window < span.count):
             mask = self._chunk_mask(span, sequence, window)
         # All query groups share the positions that a row selects.
@@ -199,7 +199,7 @@ class _GroupBuilder:
         shape = (span.count, positions)
         mask = torch.full(shape, -math.inf, dtype=self._dtype, device=self._device)
         mask.triu_(before + 1)
-        if self._shape.whole_images:
+        if self._shape.sees_whole_images(window):
             for image in sequence.images:
                 first, last = max(image.start, start), min(image.end, sequence.end)
                 if first < last:

@@ -42,16 +42,19 @@ _ACTIVATIONS: dict[VisionActivation, Callable[[Tensor], Tensor]] = {
 
 @dataclass(frozen=True, slots=True)
 class VisionNormLayer:
-    """LayerNorm with a bias, or RMSNorm without; computes in the rows' type."""
+    """LayerNorm with a bias, or RMSNorm without, perhaps without weights.
 
-    weight: Tensor
+    Computes in the rows' type.
+    """
+
+    weight: Tensor | None
     bias: Tensor | None
     eps: float
 
     def __call__(self, rows: Tensor) -> Tensor:
         if self.bias is None:
-            return rms_norm(rows, self.weight.shape, self.weight, self.eps)
-        return layer_norm(rows, self.weight.shape, self.weight, self.bias, self.eps)
+            return rms_norm(rows, rows.shape[-1:], self.weight, self.eps)
+        return layer_norm(rows, rows.shape[-1:], self.weight, self.bias, self.eps)
 
     @property
     def nbytes(self) -> int:
@@ -80,17 +83,37 @@ class Windows:
         return cls(torch.where(hidden, places.amax(dim=1, keepdim=True), places), hidden)
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, windows: Windows | None) -> Tensor:
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, windows: Windows | None, scale: float | None
+) -> Tensor:
     """Attend with ``[T, heads, head_dim]``, among all patches or within windows."""
     if windows is None:
         query, key, value = (part.transpose(0, 1)[None] for part in (query, key, value))
-        return scaled_dot_product_attention(query, key, value)[0].transpose(0, 1)
+        attended = scaled_dot_product_attention(query, key, value, scale=scale)
+        return attended[0].transpose(0, 1)
     seen, result = ~windows.hidden, torch.empty_like(query)
     query, key, value = (part[windows.places].transpose(1, 2) for part in (query, key, value))
     mask = seen[:, None, None, :]
-    attended = scaled_dot_product_attention(query, key, value, attn_mask=mask).transpose(1, 2)
+    attended = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
+    attended = attended.transpose(1, 2)
     result[windows.places[seen]] = attended[seen]
     return result
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """Norms of each head's queries and keys; values are normed without weights."""
+
+    query: VisionNormLayer
+    key: VisionNormLayer
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+        bare = VisionNormLayer(None, None, self.query.eps)
+        return self.query(query), self.key(key), bare(value)
+
+    @property
+    def nbytes(self) -> int:
+        return self.query.nbytes + self.key.nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,34 +123,46 @@ class VisionBlock:
     attention_norm: VisionNormLayer
     #: Projections to queries, keys and values, or one merged projection.
     heads: tuple[Projection, ...]
+    #: With them, scores are not scaled.
+    head_norms: HeadNorms | None
     output: Projection
+    after_attention: VisionNormLayer | None
     mlp_norm: VisionNormLayer
     #: Gate (if gated) and up.
     ups: tuple[Projection, ...]
     down: Projection
+    after_mlp: VisionNormLayer | None
     activation: VisionActivation
     num_heads: int
 
     def __call__(
-        self, rows: Tensor, angles: Tensor | None, windows: "Windows | None" = None
+        self, rows: Tensor, angles: Sequence[Tensor], windows: "Windows | None" = None
     ) -> Tensor:
+        """Compute a layer; ``angles`` are those of equal parts of a head, if it is rotated."""
         normed = self.attention_norm(rows)
         parts = [project(normed) for project in self.heads]
         parts = list(parts[0].chunk(3, dim=1)) if len(parts) == 1 else parts
         query, key, value = (part.reshape(len(rows), self.num_heads, -1) for part in parts)
-        if angles is not None:
-            rotate_half(query, angles)
-            rotate_half(key, angles)
-        rows = rows + self.output(_attend(query, key, value, windows).flatten(1))
+        scale = None
+        if self.head_norms is not None:
+            (query, key, value), scale = self.head_norms(query, key, value), 1.0
+        for heads in (query, key):
+            for index, turned in enumerate(angles):
+                rotate_half(heads.chunk(len(angles), -1)[index], turned)
+        attended = self.output(_attend(query, key, value, windows, scale).flatten(1))
+        rows = rows + (self.after_attention(attended) if self.after_attention else attended)
         normed = self.mlp_norm(rows)
         gate, *ups = (project(normed) for project in self.ups)
         inner = _ACTIVATIONS[self.activation](gate)
-        return rows + self.down(inner * ups[0] if ups else inner)
+        made = self.down(inner * ups[0] if ups else inner)
+        return rows + (self.after_mlp(made) if self.after_mlp else made)
 
     @property
     def nbytes(self) -> int:
         parts = (*self.heads, *self.ups, self.output, self.down)
-        return sum(part.nbytes for part in (*parts, self.attention_norm, self.mlp_norm))
+        norms = self.attention_norm, self.mlp_norm
+        others = self.head_norms, self.after_attention, self.after_mlp
+        return sum(part.nbytes for part in (*parts, *norms, *others) if part is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +170,8 @@ class Connector:
     """Merges rows into cells and projects these to the decoder's width."""
 
     shape: ConnectorShape
+    #: Bias and scale of merged rows, if they are standardized.
+    standard: tuple[Tensor, Tensor] | None
     row_norm: VisionNormLayer | None
     cell_norm: VisionNormLayer | None
     projections: tuple[Projection, ...]
@@ -144,16 +181,27 @@ class Connector:
         if self.row_norm is not None:
             rows = self.row_norm(rows)
         cells = _merge_cells(rows.view(lines, columns, -1), self.shape.side, self.shape.merging)
+        if self.shape.scale != 1:
+            cells = self._scale(cells)
         if self.cell_norm is not None:
-            cells = self.cell_norm(cells)
+            cells = self.cell_norm(cells).to(rows.dtype)
         for shape, project in zip(self.shape.projections, self.projections, strict=True):
             cells = gelu(project(cells)) if shape.activated else project(cells)
         return cells
 
+    def _scale(self, cells: Tensor) -> Tensor:
+        """Scale merged rows, in float32, since products may be too large for 16 bits."""
+        cells = cells.float() * self.shape.scale
+        if self.standard is None:
+            return cells
+        bias, scale = self.standard
+        return (cells - bias.float()) * scale.float()
+
     @property
     def nbytes(self) -> int:
         parts = (self.row_norm, self.cell_norm, *self.projections)
-        return sum(part.nbytes for part in parts if part is not None)
+        own = 0 if self.standard is None else total_bytes(*self.standard)
+        return own + sum(part.nbytes for part in parts if part is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +213,7 @@ class VisionTower:
 
     config: VisionConfig
     patches: PlainLinear
-    #: Learned positions ``[side * side, hidden]``.
+    #: Learned positions ``[side * side, hidden]``; by axis ``[2, count, hidden]``.
     positions: Tensor | None
     first_norm: VisionNormLayer | None
     blocks: tuple[VisionBlock, ...]
@@ -196,11 +244,12 @@ class VisionTower:
         lines, columns = height // patch, width // patch
         rows = self.patches(self._split_patches(pixels))
         if self.positions is not None:
-            rows = rows + _resize_positions(self.positions, lines, columns)
+            find = _sum_positions if self.config.axis_positions else _resize_positions
+            rows = rows + find(self.positions, lines, columns)
         if self.first_norm is not None:
             rows = self.first_norm(rows)
         config = self.config
-        angles = self._compute_angles(lines, columns) if config.rope_theta else None
+        angles = self._compute_angles(lines, columns) if config.rope_theta else ()
         windows = None
         if config.window:
             windows = Windows.of_grid(lines, columns, config.window, self.device)
@@ -215,29 +264,35 @@ class VisionTower:
         return torch.cat((rows, *(inner[layer] for layer in self.deepstack)), dim=1)
 
     def _split_patches(self, pixels: Tensor) -> Tensor:
-        """Split into normalized patches ``[lines * columns, 3 * patch * patch]``, by channel."""
+        """Split into normalized patches ``[lines * columns, 3 * patch * patch]``, by channel.
+
+        Flat patches are by pixel.
+        """
         rules, patch = self.config.rules, self.config.patch_size
         height, width, channels = pixels.shape
         mean, std = (torch.tensor(each, device=self.device) for each in (rules.mean, rules.std))
         scaled = ((pixels.to(self.device).float() / 255 - mean) / std).to(self.dtype)
         split = scaled.view(height // patch, patch, width // patch, patch, channels)
-        return split.permute(0, 2, 4, 1, 3).reshape(-1, channels * patch * patch)
+        order = (0, 2, 1, 3, 4) if self.config.flat_patches else (0, 2, 4, 1, 3)
+        return split.permute(order).reshape(-1, channels * patch * patch)
 
-    def _compute_angles(self, lines: int, columns: int) -> Tensor:
-        """Compute angles ``[T, 1, 2, head_dim]`` for :func:`.rotate_half`: lines, then columns."""
+    def _compute_angles(self, lines: int, columns: int) -> tuple[Tensor, ...]:
+        """Compute angles ``[T, 1, 2, head_dim]`` for :func:`.rotate_half`: lines, then columns.
+
+        With ``split_rope`` they are those of half a head each: columns, then lines.
+        """
         size = self.config.head_dim
         exponents = torch.arange(0, size, 2, dtype=torch.float32) / size
         frequencies = 1.0 / self.config.rope_theta**exponents
         by_line = frequencies[0::2]
         by_column = frequencies[1::2] if self.config.alternating else by_line
         line, column = torch.meshgrid(torch.arange(lines), torch.arange(columns), indexing="ij")
-        radians = torch.cat(
-            (
-                line.reshape(-1, 1) * by_line,
-                column.reshape(-1, 1) * by_column,
-            ),
-            dim=1,
-        )
+        of_line, of_column = line.reshape(-1, 1) * by_line, column.reshape(-1, 1) * by_column
+        if self.config.split_rope:
+            return tuple(map(self._make_angles, (of_column, of_line)))
+        return (self._make_angles(torch.cat((of_line, of_column), dim=1)),)
+
+    def _make_angles(self, radians: Tensor) -> Tensor:
         cos, sin = radians.cos(), radians.sin()
         both = torch.stack((torch.cat((cos, cos), 1), torch.cat((-sin, sin), 1)), dim=1)
         return both[:, None].to(self.device, self.dtype)
@@ -258,6 +313,12 @@ def _resize_positions(table: Tensor, lines: int, columns: int) -> Tensor:
     grid = table.float().t().view(1, -1, side, side)
     resized = interpolate(grid, (lines, columns), mode="bilinear", align_corners=True)
     return resized.view(-1, lines * columns).t().to(table.dtype)
+
+
+def _sum_positions(table: Tensor, lines: int, columns: int) -> Tensor:
+    """Add learned positions of columns, then lines (``[2, n, hidden]``) on a grid of patches."""
+    by_column, by_line = table[0], table[1]
+    return (by_line[:lines, None] + by_column[:columns]).flatten(0, 1)
 
 
 def _merge_cells(rows: Tensor, side: int, merging: Merging) -> Tensor:
@@ -287,7 +348,8 @@ def load_tower(reader: WeightReader, config: VisionConfig) -> VisionTower:
         bias = reader.read_tensors(f"{TOWER_PREFIX}{names.patches}.bias")
     positions = None
     if names.positions is not None:
-        positions = reader.read_tensors(f"{TOWER_PREFIX}{names.positions}.weight")
+        end = "" if config.axis_positions else ".weight"
+        positions = reader.read_tensors(f"{TOWER_PREFIX}{names.positions}{end}")
     first, last = (
         None if name is None else _load_tower_norm(reader, config, name)
         for name in (names.first_norm, names.last_norm)
@@ -312,7 +374,11 @@ def _load_connector(reader: WeightReader, shape: ConnectorShape) -> Connector:
         for norm in (shape.row_norm, shape.cell_norm)
     )
     projections = _load_projections(reader, shape.prefix, shape.projections)
-    return Connector(shape, row_norm, cell_norm, projections)
+    standard = None
+    if shape.standardized:
+        bias, scale = (f"{TOWER_PREFIX}{name}" for name in ("std_bias", "std_scale"))
+        standard = reader.read_tensors(bias), reader.read_tensors(scale)
+    return Connector(shape, standard, row_norm, cell_norm, projections)
 
 
 def _load_block(reader: WeightReader, config: VisionConfig, layer: int) -> VisionBlock:
@@ -320,13 +386,24 @@ def _load_block(reader: WeightReader, config: VisionConfig, layer: int) -> Visio
     prefix = f"{names.layers}{layer}."
     found = _load_projections(reader, TOWER_PREFIX, config.layer_projections(layer))
     heads = len(names.heads)
+    head_norms = None
+    if names.query_norm is not None:
+        norms = (f"{prefix}{names.attention}.{one}" for one in (names.query_norm, names.key_norm))
+        head_norms = HeadNorms(*(_load_tower_norm(reader, config, norm) for norm in norms))
+    after_attention, after_mlp = (
+        None if name is None else _load_tower_norm(reader, config, f"{prefix}{name}")
+        for name in (names.after_attention, names.after_mlp)
+    )
     return VisionBlock(
         _load_tower_norm(reader, config, f"{prefix}{names.attention_norm}"),
         found[:heads],
+        head_norms,
         found[heads],
+        after_attention,
         _load_tower_norm(reader, config, f"{prefix}{names.mlp_norm}"),
         found[heads + 1 : -1],
         found[-1],
+        after_mlp,
         config.activation,
         config.heads,
     )
@@ -339,6 +416,8 @@ def _load_tower_norm(reader: WeightReader, config: VisionConfig, name: str) -> V
 
 def _load_norm(reader: WeightReader, prefix: str, shape: NormShape) -> VisionNormLayer:
     name = f"{prefix}{shape.name}"
+    if shape.kind == "bare rms":
+        return VisionNormLayer(None, None, shape.eps)
     weight = reader.read_tensors(f"{name}.weight")
     bias = None if shape.kind == "rms" else reader.read_tensors(f"{name}.bias")
     return VisionNormLayer(weight + shape.offset if shape.offset else weight, bias, shape.eps)
