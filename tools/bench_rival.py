@@ -51,7 +51,7 @@ from tools.serving.link_table import (
     format_rows,
     format_table,
     order_links,
-    read_results,
+    read_cells,
     record_cell,
 )
 from tools.serving.process import ENDPOINT, INVITE, OPENED, START_S, wait_for
@@ -359,11 +359,11 @@ def measure_links(options: argparse.Namespace) -> None:
             started, others = time.monotonic(), read_other_cpu()
             found = measure_link(sides, link, options, seeds)
             other_cores = (read_other_cpu() - others) / (time.monotonic() - started)
-            cell = Cell(link, found, round(other_cores, 2))
+            cell = Cell(link, found, round(other_cores, 2), command)
             for row in format_rows(cell):
                 print(row, flush=True)
             if options.out is not None:
-                record_cell(options.out, command, cell)
+                record_cell(options.out, cell)
 
 
 def _name_paths(arguments: Sequence[str]) -> Iterator[str]:
@@ -418,7 +418,7 @@ def main() -> None:
     elif not options.render:
         parser.error("a model's folder or --render is required")
     if options.render:
-        replace_table(DOCUMENT, "links", format_table(read_results(options.out or RESULTS)))
+        replace_table(DOCUMENT, "links", format_table(read_cells(options.out or RESULTS)))
 
 
 if __name__ == "__main__":

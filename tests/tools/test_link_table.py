@@ -12,7 +12,7 @@ from tools.serving.link_table import (
     format_rows,
     format_table,
     order_links,
-    read_results,
+    read_cells,
     record_cell,
 )
 
@@ -27,6 +27,7 @@ def make_cell(mbps: float, factor: float = 1.0) -> Cell:
             "other": [tuple(4 * factor * value for value in mine[0])],
         },
         0.25,
+        f"measure {mbps:g}",
     )
 
 
@@ -60,23 +61,19 @@ def test_rows_show_sides_and_ratios_with_their_range() -> None:
 def test_a_cell_measured_again_replaces_the_old_one(tmp_path: Path) -> None:
     file = tmp_path / "links.json"
     for cell in (make_cell(5), make_cell(20), make_cell(5, factor=2)):
-        record_cell(file, f"command {cell.link.mbps:g}", cell)
-    results = read_results(file)
-    assert results.command == "command 5"
-    assert results.cells == [make_cell(20), make_cell(5, factor=2)]
+        record_cell(file, cell)
+    assert read_cells(file) == [make_cell(20), make_cell(5, factor=2)]
 
 
-def test_the_table_shows_medians_and_ratios_of_each_link(tmp_path: Path) -> None:
-    file = tmp_path / "links.json"
-    for mbps in (20, 5):
-        record_cell(file, "the command", make_cell(mbps))
-    record_cell(file, "the command", Cell(Link(1, 15, 0), {"molink": [(1.0,) * 4]}, 3.0))
-    table = format_table(read_results(file))
-    rows = [line for line in table.splitlines() if line.startswith("| ")]
-    assert rows[1] == "| 1 | 15 | 0 | 1 | 1 | 1 | – | – | – |"
-    assert rows[2] == "| 5 | 15 | 0.5 | 2 | 0.2 | 4 | 0.25 | 0.25 | 0.25 |"
-    assert "molink 1 to 2, other 0 to 1. Other programs used 0.2 to 3.0 cores" in table
-    assert table.endswith("`the command`")
+def test_the_table_shows_medians_and_ratios_of_each_link() -> None:
+    lonely = Cell(Link(1, 15, 0), {"molink": [(1.0,) * 4]}, 3.0, "measure 5")
+    lines = format_table([make_cell(20), make_cell(5), lonely]).splitlines()
+    assert lines[0].startswith("| Mbps | ms | loss, % | molink: first token, s |")
+    assert lines[2] == "| 1 | 15 | 0 | 1 | 1 | 1 | – | – | – | 3.0 |"
+    assert lines[3] == "| 5 | 15 | 0.5 | 2 | 0.2 | 4 | 0.25 | 0.25 | 0.25 | 0.2 |"
+    assert lines[4].startswith("| 20 |")
+    assert lines[6] == "Loads in each row: molink 1 to 2, other 0 to 1."
+    assert lines[8:] == ["```bash", "measure 20", "measure 5", "```"]
 
 
 def test_a_table_replaces_what_stands_between_its_marks(tmp_path: Path) -> None:

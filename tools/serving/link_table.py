@@ -41,14 +41,8 @@ class Cell:
     link: Link
     sides: dict[str, list[Figures]]
     other_cores: float
-
-
-@dataclass(frozen=True, slots=True)
-class Results:
-    """All cells, in the order of their measurement, and the command that made the last one."""
-
+    #: The command that measured it.
     command: str
-    cells: list[Cell]
 
 
 def order_links(
@@ -67,17 +61,17 @@ def order_links(
     )
 
 
-def record_cell(path: Path, command: str, cell: Cell) -> None:
+def record_cell(path: Path, cell: Cell) -> None:
     """Add a cell to a results file, or replace that of the same link."""
-    cells = read_results(path).cells if path.exists() else []
+    cells = read_cells(path) if path.exists() else []
     kept = [each for each in cells if each.link != cell.link]
-    data = msgspec.json.encode(Results(command, [*kept, cell]))
+    data = msgspec.json.encode([*kept, cell])
     path.write_bytes(msgspec.json.format(data, indent=1) + b"\n")
 
 
-def read_results(path: Path) -> Results:
-    """Read a results file."""
-    return msgspec.json.decode(path.read_bytes(), type=Results)
+def read_cells(path: Path) -> list[Cell]:
+    """Read a results file: cells in the order of their measurement."""
+    return msgspec.json.decode(path.read_bytes(), type=list[Cell])
 
 
 def compute_ratios(one: Sequence[Figures], other: Sequence[Figures]) -> list[Figures]:
@@ -102,19 +96,23 @@ def _format_range(values: Sequence[float]) -> str:
     return f"{statistics.median(values):.3g}{spread}"
 
 
-def format_table(results: Results) -> str:
-    """The document's table: the first side's medians, and what others take as multiples of them."""
-    cells = sorted(results.cells, key=lambda cell: cell.link)
+def format_table(cells: Sequence[Cell]) -> str:
+    """The document's table: the first side's medians, and those by each other side's."""
     names = list(dict.fromkeys(name for cell in cells for name in cell.sides))
     first, *others = names
     heads = [f"{first}: {FIGURES[figure]}, s" for figure in _SHOWN]
     heads += [f"by {other}: {FIGURES[figure]}" for other in others for figure in _SHOWN]
+    rows = sorted(cells, key=lambda cell: cell.link)
     lines = [
-        f"| Mbps | ms | loss, % | {' | '.join(heads)} |",
-        f"|{'---:|' * (3 + len(heads))}",
-        *(_format_row(cell, others) for cell in cells),
+        f"| Mbps | ms | loss, % | {' | '.join(heads)} | other programs, cores |",
+        f"|{'---:|' * (4 + len(heads))}",
+        *(_format_row(cell, others) for cell in rows),
         "",
-        _describe(results, names),
+        _describe_loads(cells, names),
+        "",
+        "```bash",
+        *dict.fromkeys(cell.command for cell in cells),
+        "```",
     ]
     return "\n".join(lines)
 
@@ -127,20 +125,14 @@ def _format_row(cell: Cell, others: Sequence[str]) -> str:
         values += [
             _format_range([load[figure] for load in ratios]) if ratios else "–" for figure in _SHOWN
         ]
-    link = cell.link
-    return f"| {link.mbps:g} | {link.delay_ms:g} | {100 * link.loss:g} | {' | '.join(values)} |"
+    link = (cell.link.mbps, cell.link.delay_ms, 100 * cell.link.loss)
+    return f"| {' | '.join([*map('{:g}'.format, link), *values])} | {cell.other_cores:.1f} |"
 
 
-def _describe(results: Results, names: Sequence[str]) -> str:
-    counts = {
-        name: sorted({len(cell.sides.get(name, ())) for cell in results.cells}) for name in names
-    }
+def _describe_loads(cells: Sequence[Cell], names: Sequence[str]) -> str:
+    counts = {name: sorted({len(cell.sides.get(name, ())) for cell in cells}) for name in names}
     loads = ", ".join(f"{name} {_format_counts(found)}" for name, found in counts.items())
-    others = [cell.other_cores for cell in results.cells]
-    return (
-        f"Loads in each row: {loads}. Other programs used {min(others):.1f} to {max(others):.1f}"
-        f" cores meanwhile. `{results.command}`"
-    )
+    return f"Loads in each row: {loads}."
 
 
 def _format_counts(counts: Sequence[int]) -> str:
