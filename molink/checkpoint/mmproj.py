@@ -118,10 +118,11 @@ class _ClipFile:
 def read_vision_file(file: GgufFile, text: dict[str, Any], model: str) -> VisionFile:
     """Translate an mmproj file beside the GGUF file ``model``, whose config is ``text``.
 
-    A tower that is not supported is left out, and the config says why.
+    A tower that is not supported, or another model's, is left out, and the config says why: one
+    file in a folder of several models must not keep the others from being served.
 
     Raises:
-        BrokenModel: the file is inconsistent, or belongs to another model.
+        BrokenModel: the file is inconsistent.
     """
     found = file.metadata.get_string("general.architecture")
     if found != MMPROJ_ARCHITECTURE:
@@ -130,8 +131,7 @@ def read_vision_file(file: GgufFile, text: dict[str, Any], model: str) -> Vision
     projector = _PROJECTORS.get(clip.projector)
     outer = None if projector is None else projector.architectures.get(name)
     if projector is None or outer is None:
-        reason = f"{file.path.name} has the projector {clip.projector[:40]!a}"
-        return VisionFile({**text, UNREAD_TOWER: reason}, {}, [])
+        return _leave_out(file, text, f"has the projector {clip.projector[:40]!a}")
     inner = {key: value for key, value in text.items() if key != "architectures"}
     about, tower, processor = projector.describe(clip)
     config = {
@@ -144,18 +144,18 @@ def read_vision_file(file: GgufFile, text: dict[str, Any], model: str) -> Vision
     if parsed.vision is None:
         return VisionFile(config, processor, [])
     vision = parsed.vision
-    width = _read_width(clip, projector, vision)
+    width, deepstack = _read_width(clip, projector, vision), len(vision.deepstack)
     if width != parsed.hidden_size:
-        raise BrokenModel(
-            f"{file.path} turns images into rows of {width} elements, but {model} has "
-            f"{parsed.hidden_size}: it belongs to another model; move it to another folder"
-        )
-    if len(vision.deepstack) != text.get("deepstack_layers", len(vision.deepstack)):
-        raise BrokenModel(
-            f"{file.path} has rows for {len(vision.deepstack)} layers (DeepStack), but {model} "
-            f"takes {text['deepstack_layers']}: it belongs to another model"
-        )
+        wrong = f"its rows have {width} elements, those of {model} {parsed.hidden_size}"
+        return _leave_out(file, text, f"belongs to another model: {wrong}")
+    if deepstack != text.get("deepstack_layers", deepstack):
+        wrong = f"it has rows for {deepstack} layers, {model} takes {text['deepstack_layers']}"
+        return _leave_out(file, text, f"belongs to another model: {wrong}")
     return VisionFile(config, processor, [*_map_tower(clip, projector, vision)])
+
+
+def _leave_out(file: GgufFile, text: dict[str, Any], reason: str) -> VisionFile:
+    return VisionFile({**text, UNREAD_TOWER: f"{file.path.name} {reason}"}, {}, [])
 
 
 def _read_width(clip: _ClipFile, projector: _Projector, vision: VisionConfig) -> int:
