@@ -111,7 +111,9 @@ def read_swarm_file(path: Path) -> tuple[SwarmFile, LineIndex]:
     try:
         raw = path.read_bytes()
         text = raw[:MAX_BYTES].decode("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise UsageError(f"{path} can't be read: {error.strerror or error}") from None
+    except UnicodeDecodeError as error:
         raise UsageError(f"{path} can't be read: {error}") from None
     if len(raw) > MAX_BYTES:
         raise UsageError(f"{path} is longer than {MAX_BYTES} bytes: is it the right file?")

@@ -109,6 +109,8 @@ async def _connect(
             return *(await asyncio.wait_for(opening, _CONNECT_S)), address
         except TimeoutError:
             failure = "it doesn't answer"
+        except ConnectionRefusedError:
+            failure = "it refuses the connection"
         except (OSError, UnicodeError) as error:
             failure = str(error)
     where = " or ".join(nearby.addresses)
