@@ -75,15 +75,10 @@ def _parse_budget(fields: ConfigFields, vision: VisionConfig) -> ImageRules:
     for name, only in (("do_rescale", True), ("do_normalize", False), ("do_resize", True)):
         if fields.get_boolean(name, only) != only:
             raise UnsupportedModel(f"{fields.where}: {name} {not only} is not supported")
-    side, patch = vision.connector.side, vision.patch_size
-    found = (
-        fields.get_integer("pooling_kernel_size", side),
-        fields.get_integer("patch_size", patch),
-    )
-    if found != (side, patch):
+    side, patch = fields.get_integer("pooling_kernel_size", 3), fields.get_integer("patch_size", 16)
+    if side * patch != vision.cell_pixels:
         raise BrokenModel(
-            f"{fields.where}: cells of {found[0]} patches of {found[1]} pixels, in config.json "
-            f"{side} of {patch}"
+            f"{fields.where}: cells of {side * patch} pixels, in config.json {vision.cell_pixels}"
         )
     cells = fields.get_integer("max_soft_tokens", 280, _MOST_CELLS)
     resample = fields.get_count("resample", vision.rules.resample, 5)

@@ -106,7 +106,11 @@ _VISION_PREFIXES = {
         # Phi-4-multimodal, Gemma 4
         ("embed_tokens_extend", TOWER_PREFIX),
         ("audio_tower", f"{TOWER_PREFIX}audio_tower."),
-        ("embed_vision", CONNECTOR_PREFIX),
+        ("embed_vision.embedding_projection", f"{CONNECTOR_PREFIX}embedding_projection."),
+        ("embed_vision.multimodal_embedder", CONNECTOR_PREFIX),
+        # as saved by transformers, and as released
+        ("embed_vision", TOWER_PREFIX),
+        ("vision_embedder", TOWER_PREFIX),
         ("embed_audio", f"{CONNECTOR_PREFIX}audio."),
     )
     for outer in ("", "model.")

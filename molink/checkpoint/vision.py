@@ -29,11 +29,14 @@ ImageLayout = Literal["square", "tiles", "lines", "cells", "budget"]
 class TowerNames:
     """Names of a tower's modules; those of a layer follow ``layers.INDEX.``; ``None`` if absent.
 
-    With ``query_norm`` and ``key_norm`` each head's queries and keys are normed, values too, but
-    without weights, and scores are not scaled.
+    ``pixel_norm`` norms a patch's pixels, ``patch_norm`` a projected patch, ``first_norm`` one with
+    its position. With ``query_norm`` and ``key_norm`` each head's queries and keys are normed,
+    values too, but without weights, and scores are not scaled.
     """
 
+    pixel_norm: str | None = None
     patches: str = "embeddings.patch_embedding"
+    patch_norm: str | None = None
     positions: str | None = "embeddings.position_embedding"
     first_norm: str | None = None
     last_norm: str | None = "post_layernorm"
@@ -144,18 +147,18 @@ class VisionConfig:
 
     ``position_side`` is the side of the table of learned positions, which is resized to an image's
     grid; with ``axis_positions`` there is instead a table of that many columns and one of as many
-    lines. ``flat_patches`` are projected as pixels line by line, others as by a convolution. With
-    ``rope_theta``, queries and keys are rotated by a patch's row and column, with the same
-    frequencies for both, or ``alternating`` ones; with ``split_rope`` the column rotates the first
-    half of a head, the row its second. A ``gated`` MLP is ``act(gate) * up``. A patch attends
-    to the patches of its window, a square of ``window * window`` patches, and in
-    ``full_layers`` to all patches (``window`` 0: in all layers). The patch projection has weights
-    for ``frames`` frames; an image is repeated for each of them.
+    lines, or one of ``paired_positions`` of both. ``flat_patches`` are projected as pixels line by
+    line, others as by a convolution. With ``rope_theta``, queries and keys are rotated by a patch's
+    row and column, with the same frequencies for both, or ``alternating`` ones; with ``split_rope``
+    the column rotates the first half of a head, the row its second. A ``gated`` MLP is ``act(gate)
+    * up``. A patch attends to the patches of its window, a square of ``window * window`` patches,
+    and in ``full_layers`` to all patches (``window`` 0: in all layers). The patch projection has
+    weights for ``frames`` frames; an image is repeated for each of them.
 
-    With ``whole_images``, an image's rows in the decoder attend to the whole image, if not
-    ``causal_full_layers`` in layers without a window. ``deepstack``
-    lists tower layers with connectors: the connectors' rows are added to the image's rows after the
-    decoder's first layers, one connector per layer (DeepStack, arXiv 2406.04334).
+    With ``whole_images``, an image's rows in the decoder attend to the whole image, with
+    ``causal_full_layers`` only in layers with a window. ``deepstack`` lists tower layers with
+    connectors: the connectors' rows are added to the image's rows after the decoder's first layers,
+    one connector per layer (DeepStack, arXiv 2406.04334).
     """
 
     layers: int
@@ -174,6 +177,7 @@ class VisionConfig:
     patch_biased: bool = True
     position_side: int = 0
     axis_positions: int = 0
+    paired_positions: bool = False
     flat_patches: bool = False
     rope_theta: float = 0.0
     alternating: bool = False
@@ -253,7 +257,11 @@ class VisionConfig:
             shapes[f"{TOWER_PREFIX}{names.patches}.bias"] = (width,)
         if names.positions is not None:
             shapes |= self._position_tensors(f"{TOWER_PREFIX}{names.positions}")
-        norms = [name for name in (names.first_norm, names.last_norm) if name is not None]
+        if names.pixel_norm is not None:
+            name = f"{TOWER_PREFIX}{names.pixel_norm}"
+            shapes |= _norm_tensors(name, self.norm_kind, prod(patch))
+        outer = names.patch_norm, names.first_norm, names.last_norm
+        norms = [name for name in outer if name is not None]
         for layer in range(self.layers):
             prefix = f"{names.layers}{layer}."
             inner = names.attention_norm, names.after_attention, names.mlp_norm, names.after_mlp
@@ -270,7 +278,8 @@ class VisionConfig:
 
     def _position_tensors(self, name: str) -> dict[str, tuple[int, ...]]:
         if self.axis_positions:
-            return {name: (2, self.axis_positions, self.hidden_size)}
+            count, width = self.axis_positions, self.hidden_size
+            return {name: (count, 2, width) if self.paired_positions else (2, count, width)}
         return {f"{name}.weight": (self.position_side**2, self.hidden_size)}
 
     def layer_projections(self, layer: int) -> tuple[LinearShape, ...]:

@@ -378,10 +378,9 @@ def _gemma4(outer: ConfigFields, inner: ConfigFields, text: _TextShape) -> Visio
         inner.get_integer("pooling_kernel_size", maximum=_MAX_PATCH),
         inner.get_integer("patch_size", maximum=_MAX_PATCH),
     )
-    eps, cell = inner.get_positive("rms_norm_eps"), patch * side
     positions = inner.get_integer("position_embedding_size", maximum=MAX_SIDE**2)
     rope = ConfigFields(inner.get_object("rope_parameters"), inner.where)
-    decoder = outer.get_object("text_config")
+    connector = _gemma4_connector(inner, width, text)
     return VisionConfig(
         layers=inner.get_integer("num_hidden_layers", maximum=_MAX_LAYERS),
         hidden_size=width,
@@ -389,27 +388,15 @@ def _gemma4(outer: ConfigFields, inner: ConfigFields, text: _TextShape) -> Visio
         intermediate_size=inner.get_integer("intermediate_size", maximum=_MAX_WIDTH),
         patch_size=patch,
         norm_kind="rms",
-        norm_eps=eps,
+        norm_eps=inner.get_positive("rms_norm_eps"),
         activation=_parse_activation(inner, "hidden_activation", "gelu_pytorch_tanh"),
-        connector=ConnectorShape(
+        connector=replace(
+            connector,
             side=side,
-            merging="mean",
-            projections=(
-                LinearShape(name="embedding_projection", inputs=width, outputs=text.hidden_size),
-            ),
-            cell_norm=NormShape(name="embedding_pre_projection_norm", kind="bare rms", eps=eps),
             scale=width**0.5,
             standardized=inner.get_boolean("standardize", False),
         ),
-        rules=ImageRules(
-            layout="budget",
-            placeholder="<|image|>",
-            token="<|image|>",
-            opening="<|image>",
-            closing="<image|>",
-            size=min(positions * patch, MAX_SIDE) // cell * cell,
-            most_pixels=280 * cell**2,
-        ),
+        rules=_gemma4_rules(patch * side, positions * patch),
         names=_GEMMA4_NAMES,
         gated=True,
         biased=False,
@@ -418,7 +405,76 @@ def _gemma4(outer: ConfigFields, inner: ConfigFields, text: _TextShape) -> Visio
         flat_patches=True,
         rope_theta=rope.get_positive("rope_theta", 100.0),
         split_rope=True,
-        whole_images=decoder.get("use_bidirectional_attention") == "vision",
+        whole_images=_attends_to_images(outer),
+        causal_full_layers=True,
+    )
+
+
+def _gemma4_connector(inner: ConfigFields, width: int, text: _TextShape) -> ConnectorShape:
+    project = LinearShape(name="embedding_projection", inputs=width, outputs=text.hidden_size)
+    norm = NormShape(
+        name="embedding_pre_projection_norm",
+        kind="bare rms",
+        eps=inner.get_positive("rms_norm_eps"),
+    )
+    return ConnectorShape(side=1, merging="mean", projections=(project,), cell_norm=norm)
+
+
+def _gemma4_rules(cell: int, longest: int) -> ImageRules:
+    """Rules for cells of that many pixels a side, and images of up to ``longest``."""
+    return ImageRules(
+        layout="budget",
+        placeholder="<|image|>",
+        token="<|image|>",
+        opening="<|image>",
+        closing="<image|>",
+        size=min(longest, MAX_SIDE) // cell * cell,
+        most_pixels=280 * cell**2,
+    )
+
+
+def _attends_to_images(outer: ConfigFields) -> bool:
+    """Whether rows of an image attend to all of it in a Gemma 4's layers with a window."""
+    return outer.get_object("text_config").get("use_bidirectional_attention") == "vision"
+
+
+#: Names of the modules of Gemma 4 12B.
+_UNIFIED_NAMES = TowerNames(
+    pixel_norm="patch_ln1",
+    patches="patch_dense",
+    patch_norm="patch_ln2",
+    positions="pos_embedding",
+    first_norm="pos_norm",
+    last_norm=None,
+)
+
+
+def _gemma4_unified(outer: ConfigFields, inner: ConfigFields, text: _TextShape) -> VisionConfig:
+    """Gemma 4 12B, whose patches are cells, and whose tower has no layers."""
+    width = inner.get_integer("mm_embed_dim", maximum=_MAX_WIDTH)
+    if inner.get_integer("output_proj_dims", width) != width:
+        raise UnsupportedModel(f"{inner.where}: output_proj_dims other than {width}")
+    cell = inner.get_integer("patch_size", maximum=_MAX_PATCH) * inner.get_integer(
+        "pooling_kernel_size", maximum=_MAX_PATCH
+    )
+    positions = inner.get_integer("mm_posemb_size", maximum=MAX_SIDE**2)
+    rules = _gemma4_rules(cell, positions * cell)
+    return VisionConfig(
+        layers=0,
+        hidden_size=width,
+        heads=1,
+        intermediate_size=width,
+        patch_size=cell,
+        norm_kind="biased layer",
+        norm_eps=1e-5,
+        activation="gelu_tanh",
+        connector=_gemma4_connector(inner, width, text),
+        rules=replace(rules, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0)),
+        names=_UNIFIED_NAMES,
+        axis_positions=positions,
+        paired_positions=True,
+        flat_patches=True,
+        whole_images=_attends_to_images(outer),
         causal_full_layers=True,
     )
 
@@ -460,6 +516,13 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "SmolVLMForConditionalGeneration": _IDEFICS_DEFAULTS,
     "Idefics3ForConditionalGeneration": _IDEFICS_DEFAULTS,
+    "Gemma4UnifiedForConditionalGeneration": {
+        "patch_size": 16,
+        "pooling_kernel_size": 3,
+        "mm_embed_dim": 3840,
+        "mm_posemb_size": 1120,
+        "rms_norm_eps": 1e-6,
+    },
     "Gemma4ForConditionalGeneration": {
         "hidden_size": 768,
         "intermediate_size": 3072,
@@ -494,6 +557,7 @@ _TOWERS: dict[str, Callable[[ConfigFields, ConfigFields, _TextShape], VisionConf
     "Mistral3ForConditionalGeneration": _mistral3,
     "Gemma3ForConditionalGeneration": _gemma3,
     "Gemma4ForConditionalGeneration": _gemma4,
+    "Gemma4UnifiedForConditionalGeneration": _gemma4_unified,
     "Qwen2_5_VLForConditionalGeneration": _qwen2_5,
     "Qwen3VLForConditionalGeneration": _qwen3,
     "Qwen3VLMoeForConditionalGeneration": _qwen3,

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from molink.checkpoint.config import ModelConfig
+from molink.checkpoint.multimodal import rename_tensors
 from molink.checkpoint.tensor_layout import stage_tensors
 from molink.checkpoint.vision import VisionConfig
 from molink.errors import BrokenModel, ModelError, UnsupportedModel
@@ -174,6 +175,24 @@ GEMMA4_31B = {
         "standardize": True,
     },
 }
+#: google/gemma-4-12B-it
+GEMMA4_12B = {
+    "architectures": ["Gemma4UnifiedForConditionalGeneration"],
+    "text_config": {
+        **GEMMA4_31B["text_config"],
+        "hidden_size": 3840,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+    },
+    "vision_config": {
+        "mm_embed_dim": 3840,
+        "mm_posemb_size": 1120,
+        "model_type": "gemma4_unified_vision",
+        "output_proj_dims": 3840,
+        "patch_size": 16,
+        "pooling_kernel_size": 3,
+    },
+}
 
 
 def tower(raw: dict[str, Any]) -> VisionConfig:
@@ -191,10 +210,11 @@ def tower(raw: dict[str, Any]) -> VisionConfig:
         (QWEN25_VL_3B, (336, 448), 192, 390, 668),
         (QWEN3_VL_30B, (480, 640), 300, 351, 538),
         (GEMMA4_31B, (672, 960), 280, 356, 575),
+        (GEMMA4_12B, (672, 960), 280, 10, 49),
     ],
     ids=[
         *("SmolVLM-256M", "Gemma 3 4B", "Mistral Small 3.1", "Qwen2.5-VL 3B", "Qwen3-VL 30B"),
-        "Gemma 4 31B",
+        *("Gemma 4 31B", "Gemma 4 12B"),
     ],
 )
 def test_released_towers(
@@ -208,6 +228,22 @@ def test_released_towers(
     config = ModelConfig.parse_config(raw, "config.json")
     assert shapes.keys() <= stage_tensors(config, 0, 3).keys()
     assert not shapes.keys() & stage_tensors(config, 3, 5).keys()
+
+
+@pytest.mark.parametrize("outer", ["vision_embedder", "embed_vision"])
+def test_names_of_gemma4s_modules(outer: str) -> None:
+    project = "embedding_projection.weight"
+    inner = "multimodal_embedder." if outer == "embed_vision" else ""
+    found = {
+        **{f"model.{outer}.{name}": name for name in ("patch_dense.bias", "pos_embedding")},
+        f"model.embed_vision.{inner}{project}": project,
+        f"model.embed_audio.{project}": "audio",
+    }
+    named = rename_tensors(found, "model.safetensors")
+    shapes = tower(GEMMA4_12B).tensors
+    assert {name for name in named if name in shapes} == {
+        *("vision.patch_dense.bias", "vision.pos_embedding", f"vision_connector.{project}")
+    }
 
 
 def test_a_flat_text_model_rotates_by_sections() -> None:
@@ -283,7 +319,7 @@ def test_other_towers_leave_the_text_model(raw: dict[str, Any]) -> None:
     [
         ({"do_normalize": True}, UnsupportedModel, "do_normalize True is not supported"),
         ({"max_soft_tokens": 1 << 20}, BrokenModel, "max_soft_tokens"),
-        ({"patch_size": 14}, BrokenModel, "cells of 3 patches of 14 pixels"),
+        ({"patch_size": 14}, BrokenModel, "cells of 42 pixels, in config.json 48"),
     ],
 )
 def test_rules_of_gemma4(

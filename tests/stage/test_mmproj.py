@@ -21,6 +21,7 @@ CASES = (
     ("mistral3", Kind.F32),
     ("qwen2_5_vl", Kind.F16),
     ("qwen3_vl", Kind.Q8_0),
+    ("qwen3_vl_moe", Kind.F16),
     ("qwen3_5", Kind.F32),
 )
 OTHER_CASES = tuple(

@@ -20,7 +20,7 @@ from tests.support.sight import (
 )
 
 FAMILIES = (
-    *("smolvlm", "mistral3", "gemma3", "gemma4"),
+    *("smolvlm", "mistral3", "gemma3", "gemma4", "gemma4_unified"),
     *("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5"),
 )
 

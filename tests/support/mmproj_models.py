@@ -81,7 +81,7 @@ def write_seeing_gguf(
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     family, tensors = config["model_type"], load_tensors(folder)
     text = {_text_name(name): rows for name, rows in tensors.items() if not _is_tower(name)}
-    path = _write_text(folder, into, config, text)
+    path = _write_text(folder, into, config, _cut_experts(text))
     writer = _Writer(config, kind)
     for name, rows in tensors.items():
         if _is_tower(name):
@@ -120,6 +120,22 @@ def _write_text(
         deep = config["vision_config"]["deepstack_visual_indexes"]
         metadata[f"{name}.n_deepstack_layers"] = len(deep)
     return write_gguf(text, into / "tiny.gguf", metadata=metadata, architecture=name)
+
+
+def _cut_experts(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Experts of Qwen3-VL, which transformers saves as ``[experts, out, in]``, each by itself."""
+    made: dict[str, Any] = {}
+    for name, rows in tensors.items():
+        module, _, projection = name.rpartition(".")
+        parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+        if not module.endswith(".experts"):
+            made[name] = rows
+            continue
+        for index, entry in enumerate(rows):
+            cut = np.split(entry, len(parts[projection]))
+            for part, own in zip(parts[projection], cut, strict=True):
+                made[f"{module}.{index}.{part}.weight"] = own
+    return made
 
 
 def _is_tower(name: str) -> bool:

@@ -307,6 +307,10 @@ FAMILY_FIELDS: dict[str, dict[str, Any]] = {
     "gemma3": {"sliding_window": 10, "query_pre_attn_scalar": 24, "tie_word_embeddings": True},
     "gemma4_text": GEMMA4,
     "gemma4": {**GEMMA4, "use_bidirectional_attention": "vision"},
+    "gemma4_unified": {
+        **{name: value for name, value in GEMMA4.items() if name != "hidden_size_per_layer_input"},
+        "use_bidirectional_attention": "vision",
+    },
     "gemma4_unified_text": {
         name: value for name, value in GEMMA4.items() if name != "hidden_size_per_layer_input"
     },
@@ -330,6 +334,12 @@ SIGHT: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2,
         "head_dim": 16,
         "position_embedding_size": 160,
+    },
+    "gemma4_unified": {
+        "model_type": "gemma4_unified_vision",
+        "mm_embed_dim": 64,
+        "output_proj_dims": 64,
+        "mm_posemb_size": 80,
     },
     "smolvlm": {"model_type": "smolvlm_vision", "image_size": 28},
     "aya_vision": {"model_type": "siglip_vision_model", "image_size": 28},

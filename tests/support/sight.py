@@ -36,6 +36,7 @@ TOKENS: dict[str, tuple[str, ...]] = {
     "mistral3": ("[IMG]", "[IMG_BREAK]", "[IMG_END]"),
     "gemma3": ("<image_soft_token>", "<start_of_image>", "<end_of_image>"),
     "gemma4": ("<|image|>", "<|image>", "<image|>"),
+    "gemma4_unified": ("<|image|>", "<|image>", "<image|>"),
     "qwen2_5_vl": ("<|image_pad|>", "<|vision_start|>", "<|vision_end|>"),
     "qwen3_vl": ("<|image_pad|>", "<|vision_start|>", "<|vision_end|>"),
     "qwen3_vl_moe": ("<|image_pad|>", "<|vision_start|>", "<|vision_end|>"),
@@ -73,6 +74,10 @@ _FIELDS["gemma4"] = {
         "boa_token_id": 302,
         "eoa_token_index": 303,
     },
+}
+_FIELDS["gemma4_unified"] = {
+    "vision_config": {"patch_size": 4, "pooling_kernel_size": 2},
+    "outer_config": _FIELDS["gemma4"]["outer_config"],
 }
 _QWEN_TOKENS = {
     "image_token_id": IMAGE_ID,
@@ -127,18 +132,20 @@ _FIELDS["qwen3_5"] = {
         "mrope_section": [2, 1, 1],
     },
 }
+_BUDGET = {
+    "max_soft_tokens": 12,
+    "patch_size": 4,
+    "pooling_kernel_size": 2,
+    "do_normalize": False,
+    "image_mean": [0.0] * 3,
+    "image_std": [1.0] * 3,
+}
 PREPROCESSORS: dict[str, dict[str, Any]] = {
     "smolvlm": {"size": {"longest_edge": 64}, "max_image_size": {"longest_edge": 32}},
     "mistral3": {"size": {"longest_edge": 64}, "image_mean": [0.4, 0.5, 0.6]},
     "gemma3": {"size": {"height": 32, "width": 32}, "resample": 2},
-    "gemma4": {
-        "max_soft_tokens": 12,
-        "patch_size": 4,
-        "pooling_kernel_size": 2,
-        "do_normalize": False,
-        "image_mean": [0.0] * 3,
-        "image_std": [1.0] * 3,
-    },
+    "gemma4": _BUDGET,
+    "gemma4_unified": _BUDGET,
     "qwen2_5_vl": {"min_pixels": 16 * 16, "max_pixels": 40 * 40},
     "qwen3_vl": {"size": {"shortest_edge": 16 * 16, "longest_edge": 40 * 40}},
     "qwen3_vl_moe": {"size": {"shortest_edge": 16 * 16, "longest_edge": 40 * 40}},
@@ -251,14 +258,17 @@ class SeenPrompt:
         return {"pixel_values": padded, "image_sizes": sizes}
 
     def _flat_patches(self, tiles: Sequence[Tensor]) -> dict[str, Tensor]:
-        """The inputs of Gemma 4, whose tower scales pixels itself."""
+        """The inputs of Gemma 4, whose pixels are not scaled."""
+        rules = self.vision.rules
         patch, most = self.vision.patch_size, max(tile[0].numel() for tile in tiles)
         pixels = torch.zeros(len(tiles), most // patch**2, 3 * patch**2)
         places = torch.full((*pixels.shape[:2], 2), -1)
         for own, where, tile in zip(pixels, places, tiles, strict=True):
             lines, columns = tile.shape[1] // patch, tile.shape[2] // patch
             split = tile.view(3, lines, patch, columns, patch).permute(1, 3, 2, 4, 0)
-            own[: lines * columns] = split.reshape(lines * columns, -1) / 2 + 0.5
+            own[: lines * columns] = (
+                split.reshape(lines * columns, -1) * rules.std[0] + rules.mean[0]
+            )
             line, column = torch.meshgrid(torch.arange(lines), torch.arange(columns), indexing="ij")
             where[: lines * columns] = torch.stack((column, line), dim=-1).flatten(0, 1)
         seen = torch.tensor([[token >= FIRST_IMAGE_ID for token in self.ids]])
@@ -316,8 +326,15 @@ class SeenModel:
     @torch.inference_mode()
     def _compute_logits(self) -> Tensor:
         model, prompt = Reference(self.folder).model, self.prompt
-        ids = torch.tensor([prompt.reference_ids])
-        logits: Tensor = model(ids, **prompt.reference_inputs).logits[0]
+        ids, inputs = torch.tensor([prompt.reference_ids]), prompt.reference_inputs
+        if prompt.vision.rules.layout == "budget":
+            # By itself, Gemma 4 12B's forward has other masks in transformers than its generate.
+            embedded = torch.empty(*ids.shape, model.config.text_config.hidden_size)
+            masks = model.create_masks_for_generate(
+                model.config, embedded, None, None, None, inputs["mm_token_type_ids"]
+            )
+            inputs["attention_mask"] = masks
+        logits: Tensor = model(ids, **inputs).logits[0]
         return logits
 
 

@@ -31,8 +31,8 @@ class AttentionShape:
     length. With ``chooses`` rows attend to positions that they select (sparse attention). A
     ``softcap`` above 0 bounds scores to ``softcap * tanh(score / softcap)`` (Gemma 2). With
     ``sinks`` each query head has a learned score that takes part in the softmax only (gpt-oss).
-    With ``whole_images`` rows of an image attend to the whole image, if not ``causal_full_layers``
-    in layers without a window.
+    With ``whole_images`` rows of an image attend to the whole image, with ``causal_full_layers``
+    only in layers with a window.
     """
 
     kv_heads: int

@@ -212,7 +212,9 @@ class VisionTower:
     """
 
     config: VisionConfig
+    pixel_norm: VisionNormLayer | None
     patches: PlainLinear
+    patch_norm: VisionNormLayer | None
     #: Learned positions ``[side * side, hidden]``; by axis ``[2, count, hidden]``.
     positions: Tensor | None
     first_norm: VisionNormLayer | None
@@ -242,7 +244,12 @@ class VisionTower:
             raise InvariantError(f"an image of {error}") from error
         patch = self.config.patch_size
         lines, columns = height // patch, width // patch
-        rows = self.patches(self._split_patches(pixels))
+        rows = self._split_patches(pixels)
+        if self.pixel_norm is not None:
+            rows = self.pixel_norm(rows)
+        rows = self.patches(rows)
+        if self.patch_norm is not None:
+            rows = self.patch_norm(rows)
         if self.positions is not None:
             find = _sum_positions if self.config.axis_positions else _resize_positions
             rows = rows + find(self.positions, lines, columns)
@@ -301,7 +308,8 @@ class VisionTower:
     def nbytes(self) -> int:
         """Bytes of all weights."""
         connectors = (self.connector, *self.deepstack.values())
-        parts = (self.patches, *self.blocks, *connectors, self.first_norm, self.last_norm)
+        norms = (self.pixel_norm, self.patch_norm, self.first_norm, self.last_norm)
+        parts = (self.patches, *self.blocks, *connectors, *norms)
         return total_bytes(self.positions) + sum(part.nbytes for part in parts if part is not None)
 
 
@@ -350,13 +358,17 @@ def load_tower(reader: WeightReader, config: VisionConfig) -> VisionTower:
     if names.positions is not None:
         end = "" if config.axis_positions else ".weight"
         positions = reader.read_tensors(f"{TOWER_PREFIX}{names.positions}{end}")
-    first, last = (
-        None if name is None else _load_tower_norm(reader, config, name)
-        for name in (names.first_norm, names.last_norm)
+        if config.paired_positions:
+            positions = positions.transpose(0, 1).contiguous()
+    outer = names.pixel_norm, names.patch_norm, names.first_norm, names.last_norm
+    pixel, patch, first, last = (
+        None if name is None else _load_tower_norm(reader, config, name) for name in outer
     )
     return VisionTower(
         config,
+        pixel,
         PlainLinear(patches.flatten(1), bias),
+        patch,
         positions,
         first,
         tuple(_load_block(reader, config, layer) for layer in range(config.layers)),

@@ -52,7 +52,8 @@ class Sight(States):
 
 
 @pytest.fixture(
-    scope="module", params=["smolvlm", "mistral3", "gemma3", "qwen2_5_vl", "qwen3_vl", "qwen3_5"]
+    scope="module",
+    params=["smolvlm", "mistral3", "gemma3", "gemma4", "qwen2_5_vl", "qwen3_vl", "qwen3_5"],
 )
 def folder(request: pytest.FixtureRequest, make_model: MakeModel, tmp_path_factory: Any) -> Path:
     torch.set_num_threads(1)
