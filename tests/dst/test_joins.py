@@ -14,7 +14,7 @@ from tests.dst.membership import peer_of
 from tests.dst.process import Failure, Pc
 from tests.dst.world import World
 
-SEEDS = range(40)
+SEEDS = range(20)
 #: Seconds of the partition, and from its beginning until a PC joins each part.
 BEGINS, JOINS, ENDS = 6.0, 17.0, 25.0
 

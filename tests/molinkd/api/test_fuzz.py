@@ -71,7 +71,7 @@ def check(number: int, seed: int, sent: bytes, status: int, answer: bytes) -> No
 @pytest.mark.parametrize(
     ("seed", "count"),
     [
-        (1, 2000),
+        (1, 1000),
         pytest.param(2, 1_000_000, marks=[pytest.mark.slow, pytest.mark.timeout(7200)]),
     ],
 )
@@ -100,7 +100,7 @@ def test_bodies(fuzzed: EndpointServer, seed: int, count: int) -> None:
 @pytest.mark.parametrize(
     ("seed", "count"),
     [
-        (5, 1000),
+        (5, 500),
         pytest.param(6, 200_000, marks=[pytest.mark.slow, pytest.mark.timeout(7200)]),
     ],
 )
@@ -133,7 +133,7 @@ async def test_bodies_of_other_protocols(fuzzed: EndpointServer, seed: int, coun
 @pytest.mark.parametrize(
     ("seed", "count"),
     [
-        (3, 500),
+        (3, 250),
         pytest.param(4, 100_000, marks=[pytest.mark.slow, pytest.mark.timeout(7200)]),
     ],
 )
@@ -170,7 +170,7 @@ async def test_bytes(fuzzed: EndpointServer, seed: int, count: int) -> None:
             leaves, cut = rng.random() < 0.2, rng.randrange(len(data) + 1)
             group.create_task(attack(number, data, leaves, cut))
     # Rarer statuses may all have become 408 on a busy processor.
-    assert {200, 400, 404} <= seen
+    assert {200, 400} <= seen
     health = http.client.HTTPConnection("127.0.0.1", fuzzed.port, timeout=60)
     health.request("GET", "/health")
     assert health.getresponse().status == 200

@@ -29,7 +29,7 @@ from tests.support.rings import Stages, VirtualRing, WholeLink
 from tests.support.stage import Reference
 
 SPLITS = ((0, 1), (1, 3), (3, 4))
-BLOCK_SIZE, ANSWER = 4, 32
+BLOCK_SIZE, ANSWER = 4, 20
 GREEDY = SamplingParams(temperature=0.0)
 LENGTHS = (3, 41, 8, 22, 1, 30)
 FAMILIES = (
@@ -166,7 +166,7 @@ def test_answers_are_those_of_transformers(
 def test_preempted_requests_are_recomputed(
     stages: Sequence[Stage], prompts: Prompts, expected: dict[str, list[int]]
 ) -> None:
-    served = States(stages, num_blocks=24)
+    served = States(stages, num_blocks=17)
     served.submit(prompts)
     assert served.finish() == expected
     counters, _ = served.scheduler.collect_stats()
@@ -249,7 +249,7 @@ def test_repeated_prompts_share_few_slots(
     stages: Sequence[Stage], prompts: Prompts, expected: dict[str, list[int]]
 ) -> None:
     """Requests are preempted and snapshots dropped for others, but no answer changes."""
-    served = States(stages, num_blocks=28, state_slots=5, min_snapshot_rows=1)
+    served = States(stages, num_blocks=20, state_slots=5, min_snapshot_rows=1)
     for turn in "ab":  # the last prompts first, before their snapshots are evicted
         served.submit({f"{turn}{key}": prompts[key] for key in sorted(prompts, reverse=turn > "a")})
         served.finish()

@@ -38,6 +38,8 @@ KINDS: dict[str, tuple[Arithmetic, tuple[str, ...], str | None, float]] = {
     "AVX2": (Float32(), ("avx2", "fma"), "+avx,+avx2,+fma", 1e-5),
 }
 kinds = pytest.mark.parametrize("kind", KINDS)
+#: "AVX512" runs the code of "AVX2" with wider vectors, so it has fewer shapes.
+different_kinds = pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "AVX512"])
 mixes = pytest.mark.parametrize("mix", MIXES)
 
 
@@ -79,7 +81,7 @@ def checked(
 
 @kinds
 @mixes
-@pytest.mark.parametrize(("threads", "chunked"), [(1, False), (3, False), (3, True)])
+@pytest.mark.parametrize(("threads", "chunked"), [(1, False), (3, True)])
 def test_every_window_at_once(
     checked: Callable[..., Backend], kind: str, mix: str, threads: int, chunked: bool
 ) -> None:
@@ -87,7 +89,7 @@ def test_every_window_at_once(
     checked(kind, threads, windows=windows, head_dim=32, scale=0.4, chunked=chunked)(MIXES[mix])
 
 
-@kinds
+@different_kinds
 @mixes
 @pytest.mark.parametrize("scores", [{"softcap": 2.0}, {"sinks": True}], ids=["softcap", "sinks"])
 def test_scores_that_are_bounded_and_sinks_that_take_their_share(
@@ -106,10 +108,8 @@ def test_kv_in_8_bits(checked: Callable[..., Backend], kind: str, mix: str, head
     checked(kind, head_dim=head_dim, **wide, kv_cache_dtype="int8")(MIXES[mix])
 
 
-@kinds
-@pytest.mark.parametrize(
-    ("groups", "kv_heads"), [(1, 3), (2, 1), (3, 2), (7, 1), (12, 1), (16, 2), (100, 1)]
-)
+@different_kinds
+@pytest.mark.parametrize(("groups", "kv_heads"), [(1, 3), (3, 2), (7, 1), (16, 2), (100, 1)])
 def test_every_grouping(
     checked: Callable[..., Backend], kind: str, groups: int, kv_heads: int
 ) -> None:

@@ -38,5 +38,5 @@ def test_kernels_compile_for_devices(module: str, options: tuple[str, ...]) -> N
     assert problems == []
     made = {(one.kernel.partition(" ")[0], one.capability) for one in compiled}
     kernels = launched_kernels(f"molink.stage.gpu_kernels.{module}")
-    devices = TARGETS if options else (min(TARGETS), max(TARGETS))
+    devices = TARGETS if options else [min(TARGETS)]
     assert made >= {(name, each) for name in kernels for each in devices}
