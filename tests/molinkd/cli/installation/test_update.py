@@ -122,6 +122,16 @@ def test_a_check_changes_nothing(
     assert not any(name.endswith(".whl") for name in server.asked)
 
 
+def test_homebrew_updates_what_it_manages(
+    rig: Rig, server: ReleaseServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.publish(NEW, {})
+    rig.environment = Installation("brew", rig.environment.folder)
+    assert run(["update", "--from", server.url]) == 2
+    assert "brew upgrade molink" in capsys.readouterr().err
+    assert rig.steps == []
+
+
 def test_a_clone_and_a_demo_are_refused(
     rig: Rig, server: ReleaseServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
