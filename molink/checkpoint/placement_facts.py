@@ -69,7 +69,7 @@ def model_facts(
         recurrent_layers=tuple(sorted(config.recurrent_layers)),
         mlp_layers=tuple(sorted(config.mlp_layers or ())),
         parallel_states=config.parallel_states,
-        state_bytes=config.state_elements * DTYPE_SIZES["f32"],
+        state_bytes=config.slot_elements * DTYPE_SIZES["f32"],
         mtp_layers=len(mtp_layers(config)),
         max_model_len=config.max_model_len,
         element_bytes=size,

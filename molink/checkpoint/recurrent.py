@@ -6,6 +6,7 @@ from math import inf, prod
 
 from molink.checkpoint.config_fields import ConfigFields
 from molink.errors import BrokenModel, UnsupportedModel
+from molink.facts.drafts import MAX_DRAFTS
 
 _FULL = "full_attention"
 #: Granite's names of layer kinds.
@@ -92,6 +93,21 @@ class RecurrentShape(ABC):
     def state_elements(self) -> int:
         """Elements of a request's state in a layer."""
         return prod(self.conv_shape) + prod(self.memory_shape)
+
+    @property
+    def input_size(self) -> int:
+        """Elements of a row that change the state: convolved channels, rates and decays."""
+        return self.channels + sum(self.rate_projections.values())
+
+    @property
+    def drafts_shape(self) -> tuple[int, int]:
+        """Shape of a request's latest drafts in a layer: rows, and what they would change it by."""
+        return MAX_DRAFTS, self.input_size
+
+    @property
+    def slot_elements(self) -> int:
+        """Elements of a request's slot in a layer: its state and its latest drafts."""
+        return self.state_elements + prod(self.drafts_shape)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -342,8 +358,8 @@ class ShortConvShape(RecurrentShape):
 
     @property
     def row_elements(self) -> tuple[int, int]:
-        """The projected row and a gated one; that, with the rows before, and the result."""
-        return 5 * self.channels, 3 * self.channels
+        """The projected row and a gated one; that, with the rows before, and the result twice."""
+        return 5 * self.channels, 4 * self.channels
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -390,6 +406,11 @@ class Mamba2Shape(RecurrentShape):
     def projections(self) -> dict[str, int]:
         """Gates, channels and steps, which have no projection of their own."""
         return {"mamba.in_proj": self.inner_size + self.channels + self.heads}
+
+    @property
+    def input_size(self) -> int:
+        """Convolved channels and steps."""
+        return self.channels + self.heads
 
     @property
     def output_projection(self) -> tuple[str, int]:

@@ -330,8 +330,7 @@ class FamilyTraits:
     def keeps_states(self) -> bool:
         """Whether layers keep a recurrent state per request besides keys and values.
 
-        A state has no history: requests with a common prefix cannot share it, and rows cannot be
-        rolled back.
+        A state has no history: requests with a common prefix cannot share it.
         """
         return bool(self.recurrent_layers)
 
@@ -339,6 +338,11 @@ class FamilyTraits:
     def state_elements(self) -> int:
         """Elements of a request's state in a recurrent layer."""
         return 0 if self.recurrent is None else self.recurrent.state_elements
+
+    @property
+    def slot_elements(self) -> int:
+        """Elements of a request's slot in a recurrent layer."""
+        return 0 if self.recurrent is None else self.recurrent.slot_elements
 
     def count_attention(self, layers: tuple[int, int]) -> int:
         """Count the layers of ``first:last`` that have attention, and so keys and values."""

@@ -292,7 +292,7 @@ class Footprint:
     recurrent_layers: tuple[int, ...] = ()
     mlp_layers: tuple[int, ...] = ()
     parallel_states: bool = False
-    #: A request's state in a layer.
+    #: A request's slot in a recurrent layer.
     state_bytes: int = 0
     #: MTP layers of the last stage, with KV.
     mtp_layers: int = 0

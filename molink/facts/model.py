@@ -115,7 +115,8 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     kv_bytes: Count
     #: The same with an int8 KV cache.
     int8_kv_bytes: Count = 0
-    #: Recurrent layers, which usually have no KV, and bytes of a request's float32 state in each.
+    #: Recurrent layers, which usually have no KV, and bytes of a request's slot in each: its
+    #: float32 state and what is kept for its drafts.
     recurrent_layers: Annotated[tuple[Index, ...], msgspec.Meta(max_length=4096)] = ()
     state_bytes: Count = 0
     #: Whether recurrent layers have keys and values, too.

@@ -89,10 +89,9 @@ class SchedulerConfig:
             self._check_states()
 
     def _check_states(self) -> None:
-        """Check that no recurrent state would have to be rolled back or swapped out."""
-        drafts = self.num_speculative_tokens or self.lookahead_volumes
-        if drafts or self.preemption_mode != "recompute":
-            raise UsageError("a model with recurrent layers can't have drafts or swapping")
+        """Check that no recurrent state would be swapped out, or have drafts behind drafts."""
+        if self.lookahead_volumes or self.preemption_mode != "recompute":
+            raise UsageError("a model with recurrent layers can't have lookahead or swapping")
 
     @property
     def max_request_tokens(self) -> int:

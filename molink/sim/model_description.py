@@ -16,6 +16,7 @@ from molink.checkpoint.placement_facts import model_facts
 from molink.checkpoint.quantized_size import quantized_bytes
 from molink.checkpoint.safetensors_header import TensorSpec
 from molink.checkpoint.tensor_layout import layer_tensors
+from molink.facts.dtypes import DTYPE_SIZES
 from molink.facts.model import ModelFacts
 from molink.sim.profiles import MAX_MODEL_LEN, ModelProfile, load_model
 
@@ -87,6 +88,7 @@ class ModelDescription:
     @classmethod
     def from_facts(cls, config: ModelConfig, facts: ModelFacts, source: str) -> "ModelDescription":
         """Describe a model by its config and facts; ``source`` says where they come from."""
+        recurrent = len(config.recurrent_layers) / config.layers * DTYPE_SIZES["f32"]
         shape = ModelProfile(
             name=facts.name,
             source=source,
@@ -100,7 +102,8 @@ class ModelDescription:
             vocabulary=config.vocab_size,
             head_bytes=facts.element_bytes,
             attention_share=config.count_attention((0, config.layers)) / config.layers,
-            state_bytes=len(config.recurrent_layers) * facts.state_bytes / config.layers,
+            state_bytes=recurrent * config.state_elements,
+            slot_bytes=recurrent * config.slot_elements,
             **{"intermediate": config.intermediate_size, **_mixture_fields(config)},
         )
         # Average bytes per parameter of the stored tensors.

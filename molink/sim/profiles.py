@@ -74,8 +74,8 @@ class ModelProfile:
     ``head_bytes`` (0: as in layers).
 
     If some layers are recurrent, ``attention_share`` of the layers have attention. ``state_bytes``
-    is a request's recurrent state per layer, averaged over all layers. The last stage has
-    ``mtp_layers`` additional layers for MTP.
+    is a request's recurrent state per layer, averaged over all layers, and ``slot_bytes`` that with
+    what is kept for drafts. The last stage has ``mtp_layers`` additional layers for MTP.
     """
 
     name: str
@@ -95,6 +95,7 @@ class ModelProfile:
     chosen_share: float = 1.0
     attention_share: float = 1.0
     state_bytes: float = 0.0
+    slot_bytes: float = 0.0
     kv_cache_dtype: KVCacheDType = "auto"
     kv_kinds: int = 2
     mtp_layers: int = 0
@@ -183,6 +184,7 @@ _MAY_BE_ZERO = {
     "head_block_bytes",
     "head_bytes",
     "expert_share",
+    "slot_bytes",
     "state_bytes",
     "mtp_layers",
 }

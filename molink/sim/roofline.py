@@ -158,7 +158,7 @@ class Roofline:
     def kv_tokens(self, device: DeviceProfile) -> int:
         """Return how many tokens' KV fits beside the weights; 0 if the weights don't fit."""
         room = max(0, int(memory_for_stages(device) - self.weight_bytes))
-        states = math.ceil(self.layers * self._model.state_bytes)
+        states = math.ceil(self.layers * self._model.slot_bytes)
         return count_pool_blocks(room, self.kv_token_bytes, 1, states)
 
 

@@ -19,8 +19,9 @@ class SequenceRows:
     ``max_positions`` is the length that the request may reach, 0 for its current length. It selects
     the angles of models that rotate long sequences differently (LongRoPE); requests that share
     blocks must agree on it. Recurrent layers keep the request's state in ``state_slot``, and clear
-    it at position 0. ``adapter`` is the number of the request's adapter, 0 for none. ``images`` are
-    the images of its prompt.
+    it at position 0; a row that ``is_draft`` follows the request's other rows, and need not be
+    right. ``adapter`` is the number of the request's adapter, 0 for none. ``images`` are the images
+    of its prompt.
     """
 
     start: int
@@ -30,6 +31,7 @@ class SequenceRows:
     state_slot: int = 0
     adapter: int = 0
     images: tuple[ImageSpan, ...] = ()
+    is_draft: bool = False
 
     @property
     def end(self) -> int:

@@ -378,6 +378,11 @@ class Stage:
             self._host_pool.wait_for_copies((table,))
         self._pool.copy_block(source, table[start // size], start % size)
 
+    def has_state(self, slot: int, position: int) -> bool:
+        """Whether a request in state ``slot`` can continue after ``position`` tokens."""
+        states = None if self._layer_pass is None else self._layer_pass.states
+        return states is None or states.has_state(slot, position)
+
     @torch.inference_mode()
     def copy_state(self, source: int, target: int) -> None:
         """Copy the state of recurrent layers in slot ``source`` to slot ``target``.

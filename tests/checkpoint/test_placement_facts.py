@@ -111,8 +111,7 @@ def test_planned_states_are_allocated(
             average, excess = need.average_pool_bytes(16 * blocks)
             assert nbytes <= count * average + excess
         stage.allocate_kv_pool(600, 16)
-        states = stage._layer_pass.states
-        held = states.conv_rows.nbytes + states.memories.nbytes
+        held = stage._layer_pass.states.nbytes
         assert stage.pool_bytes(600, 16) == held + 600 * stage.block_bytes(16)
 
 

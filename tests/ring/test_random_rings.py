@@ -144,8 +144,8 @@ class Stage:
         self.host: dict[tuple[int, int], tuple[int, ...]] = {}
         self.swaps: list[tuple[type, bytes]] = []
         self.requests: dict[int, State] = {}
-        #: Tokens that each state slot has processed.
-        self.states: dict[int, tuple[int, ...]] = {}
+        #: Tokens that each state slot has processed, and the number of those that are no drafts.
+        self.states: dict[int, tuple[tuple[int, ...], int]] = {}
         self.num_copies = 0
         self.running: list[Step] = []
 
@@ -243,9 +243,9 @@ class Stage:
             state.blocks += request_slice.blocks
             if state.admit.copy_from_state >= 0 and not state.is_copied:
                 state.is_copied = True
-                seen = self.states[state.admit.copy_from_state]
-                assert len(seen) == request_slice.start
-                self.states[state.admit.state_slot] = seen
+                seen, certain = self.states[state.admit.copy_from_state]
+                assert certain <= request_slice.start <= len(seen)
+                self.states[state.admit.state_slot] = seen, certain
                 self.num_copies += 1
             if request_slice.copy_from_block >= 0:
                 target, end = self._slot(state, request_slice.start)
@@ -267,14 +267,21 @@ class Stage:
                 self.kv[self._slot(state, position)] = (*before, tokens[-1])
                 assert (*before, tokens[-1]) == tokens
                 if self.has_states:
-                    seen = self.states[state.admit.state_slot] if position else ()
-                    assert (*seen, tokens[-1]) == tokens
-                    self.states[state.admit.state_slot] = tokens
+                    is_draft = offset >= request_slice.count - len(request_slice.drafts)
+                    self._change_state(state.admit.state_slot, tokens, is_draft)
             for copy in volume.state_copies:
                 if (copy.request, copy.end) == (request_slice.request, len(tokens)):
-                    self.states[copy.target] = tokens
+                    self.states[copy.target] = tokens, len(tokens)
                     self.num_copies += 1
             first += request_slice.count
+
+    def _change_state(self, slot: int, tokens: tuple[int, ...], is_draft: bool) -> None:
+        """Add the last of ``tokens`` to a state; only drafts can be taken back."""
+        seen, certain = self.states[slot] if len(tokens) > 1 else ((), 0)
+        assert certain <= len(tokens) - 1 <= len(seen)
+        assert seen[: len(tokens) - 1] == tokens[:-1]
+        assert not is_draft or len(seen) == len(tokens) - 1
+        self.states[slot] = tokens, certain if is_draft else len(tokens)
 
     def _read(self, volume: Volume) -> tuple[list[SampledId], list[int]]:
         choices, failed = [], []
@@ -649,12 +656,7 @@ def compose_at_random(
 
 
 #: Settings of models with recurrent layers.
-WITH_STATES: dict[str, Any] = {
-    "num_speculative_tokens": 0,
-    "lookahead_volumes": 0,
-    "draft_model": None,
-    "preemption_mode": "recompute",
-}
+WITH_STATES: dict[str, Any] = {"lookahead_volumes": 0, "preemption_mode": "recompute"}
 ANY_RING = given(
     stages=st.integers(1, 4),
     micro_batches=st.integers(0, 4),

@@ -266,16 +266,13 @@ def _make_scheduler_limits(
 ) -> SchedulerConfig:
     stage = engine.stage
     config = stage.config
-    # A state has no history: it can neither give rows back, nor be swapped out by blocks.
+    drafts, max_num_seqs = start.settings.num_speculative_tokens, start.settings.max_num_seqs
+    lookahead, state_slots = MAX_LOOKAHEAD if drafts == AUTO_DRAFTS else 0, 0
     keeps_states = config.keeps_states
-    drafts, max_num_seqs, state_slots = (
-        start.settings.num_speculative_tokens,
-        start.settings.max_num_seqs,
-        0,
-    )
     if keeps_states:
-        state_slots = count_state_slots(command.blocks * start.block_size)
-        drafts, max_num_seqs = 0, min(max_num_seqs, state_slots)
+        # A slot keeps the drafts of one pass, and can't be swapped out by blocks.
+        state_slots, lookahead = count_state_slots(command.blocks * start.block_size), 0
+        max_num_seqs = min(max_num_seqs, state_slots)
     return SchedulerConfig(
         num_blocks=command.blocks,
         block_size=start.block_size,
@@ -293,8 +290,8 @@ def _make_scheduler_limits(
         profiles=command.profiles,
         prefill_only_batches=start.settings.prefill_only_batches,
         num_speculative_tokens=drafts,
-        lookahead_volumes=MAX_LOOKAHEAD if drafts == AUTO_DRAFTS else 0,
-        draft_model=None if engine.draft is None or keeps_states else engine.draft.facts,
+        lookahead_volumes=lookahead,
+        draft_model=None if engine.draft is None else engine.draft.facts,
         preemption_mode="recompute" if keeps_states else start.settings.preemption_mode,
         state_slots=state_slots,
         whole_images=config.vision is not None and config.vision.whole_images,

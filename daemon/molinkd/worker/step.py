@@ -43,7 +43,7 @@ def run_step(
     for rows in groups:
         if rows.copy_from_block >= 0:
             stage.copy_block(rows.copy_from_block, requests[rows.request].blocks, rows.start)
-        _restore_state(stage, requests[rows.request])
+        _restore_state(stage, requests[rows.request], rows)
     tokens, hidden = _gather_input(stage, step_inputs)
     if hidden is not None:
         hidden = _mark_failed(requests, groups, hidden)
@@ -91,11 +91,17 @@ def fail_step(
     return _split_output(requests, step_inputs, output)
 
 
-def _restore_state(stage: Stage, state: StageRequest) -> None:
-    """Copy the snapshot that the first rows of a request continue."""
+def _restore_state(stage: Stage, state: StageRequest, rows: RequestSlice) -> None:
+    """Copy the snapshot that the first rows of a request continue.
+
+    A request fails if its state is not that before its rows.
+    """
     if state.copy_from_state >= 0:
         stage.copy_state(state.copy_from_state, state.state_slot)
         state.copy_from_state = -1
+    if not state.failed and not stage.has_state(state.state_slot, rows.start):
+        log.warning("request %d has no state after %d tokens", rows.request, rows.start)
+        state.failed = True
 
 
 def _copy_states(stage: Stage, requests: RequestTable, volume: Volume) -> None:
@@ -145,7 +151,7 @@ def _split_sequences(
     rows: RequestSlice, state: StageRequest, prefill: bool
 ) -> Iterator[SequenceRows]:
     """Split a slice into sequences: a prompt chunk is one, each draft is a decode row."""
-    each = rows.count if prefill else 1
+    each, drafts = rows.count if prefill else 1, rows.start + rows.count - len(rows.drafts)
     for start in range(rows.start, rows.start + rows.count, each):
         yield SequenceRows(
             start,
@@ -155,6 +161,7 @@ def _split_sequences(
             state.state_slot,
             state.adapter,
             state.image_spans,
+            is_draft=start >= drafts,
         )
 
 

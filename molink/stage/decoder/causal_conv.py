@@ -26,21 +26,25 @@ class CausalConv:
 
         ``index`` is the layer's index in the state pool, which keeps the last rows.
         """
-        kept, given, rows = states.pool.conv_rows[index], states.rows, rows.float()
+        kept, rows = states.pool.conv_rows[index], rows.float()
         result = torch.empty_like(rows)
-        if len(given.single_rows):
-            new = rows.index_select(0, given.single_rows).unsqueeze(1)
-            window = torch.cat((kept.index_select(0, given.single_slots), new), dim=1)
-            result.index_copy_(0, given.single_rows, (window * self.weight).sum(1))
-            kept.index_copy_(0, given.single_slots, window[:, 1:])
-        for first, count, slot in given.chunks:
-            window = torch.cat((kept[slot], rows[first : first + count]))
-            part = result[first : first + count]
-            torch.mul(window[:count], self.weight[0], out=part)
-            for offset in range(1, len(self.weight)):
-                part.addcmul_(window[offset : offset + count], self.weight[offset])
-            kept[slot] = window[count:]
+        states.apply_rows(kept, (rows,), result, self._convolve_row, self._convolve_chunk)
         return result if self.bias is None else result.add_(self.bias)
+
+    def _convolve_row(self, kept: Tensor, rows: Tensor) -> Tensor:
+        """Convolve a row of each request, ``[B, channels]``, with those ``kept`` before it."""
+        window = torch.cat((kept, rows.unsqueeze(1)), dim=1)
+        kept.copy_(window[:, 1:])
+        return (window * self.weight).sum(1)
+
+    def _convolve_chunk(self, kept: Tensor, rows: Tensor) -> Tensor:
+        """Convolve consecutive rows ``[T, channels]`` with those ``kept`` before them."""
+        window, count = torch.cat((kept, rows)), len(rows)
+        result = window[:count] * self.weight[0]
+        for offset in range(1, len(self.weight)):
+            result.addcmul_(window[offset : offset + count], self.weight[offset])
+        kept.copy_(window[count:])
+        return result
 
     @property
     def nbytes(self) -> int:

@@ -41,8 +41,9 @@ class ChannelDelta(RecurrentMixer):
         """See :class:`~molink.stage.decoder.mixer.Mixer`."""
         shape, states = self.shape, context.require_states()
         mixed, latents = torch.split(self.rows(normed), [shape.channels, shape.dim], dim=1)
+        mixed, rates = states.keep_inputs(self.index, mixed, self.rates(normed))
         mixed = silu(self.conv(mixed, states, self.index), inplace=True)
-        read = self._apply_rule(mixed, self.rates(normed), states)
+        read = self._apply_rule(mixed, rates, states)[: len(normed)]
         read = rms_norm(read, self.norm_weight.shape, self.norm_weight, self.norm_eps)
         gates = self.gate_up(latents.contiguous()).float().sigmoid_()
         return self.output(read.flatten(1).mul_(gates).to(normed.dtype))
@@ -70,7 +71,8 @@ class ChannelDelta(RecurrentMixer):
             softplus(faded + self.decay_bias).mul_(self.decays),
             chosen.float().sigmoid_(),
         )
-        return states.apply_rows(self.index, parts, update_memories, run_chunks)
+        memories, read = states.pool.memories[self.index], torch.empty_like(values)
+        return states.apply_rows(memories, parts, read, update_memories, run_chunks)
 
 
 def load_channel_delta(

@@ -38,9 +38,10 @@ class DeltaNet(RecurrentMixer):
         """See :class:`~molink.stage.decoder.mixer.Mixer`."""
         states = context.require_states()
         mixed, gates = self._split_rows(self.rows(normed))
-        rates, decays = self._split_rates(self.rates(normed))
+        mixed, rows = states.keep_inputs(self.index, mixed, self.rates(normed))
+        rates, decays = self._split_rates(rows)
         mixed = silu(self.conv(mixed, states, self.index), inplace=True)
-        read = self._apply_rule(mixed, decays, rates, states)
+        read = self._apply_rule(mixed, decays, rates, states)[: len(normed)]
         read = rms_norm(read, self.norm_weight.shape, self.norm_weight, self.norm_eps)
         read = read.mul_(silu(gates.float()))
         return self.output(read.flatten(1).to(normed.dtype))
@@ -80,14 +81,16 @@ class DeltaNet(RecurrentMixer):
         shape = self.shape
         sizes = [shape.keys_size, shape.keys_size, shape.values_size]
         queries, keys, values = torch.split(mixed, sizes, dim=1)
+        values = values.view(len(mixed), shape.value_heads, shape.value_dim)
         parts = (
             self._spread_heads(queries) * shape.key_dim**-0.5,
             self._spread_heads(keys),
-            values.view(len(mixed), shape.value_heads, shape.value_dim),
+            values,
             decays,
             rates,
         )
-        return states.apply_rows(self.index, parts, update_memories, run_chunks)
+        memories, read = states.pool.memories[self.index], torch.empty_like(values)
+        return states.apply_rows(memories, parts, read, update_memories, run_chunks)
 
     def _spread_heads(self, rows: Tensor) -> Tensor:
         """Norm queries or keys and repeat them for value heads: ``[T, value_heads, key_dim]``."""

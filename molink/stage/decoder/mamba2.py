@@ -40,8 +40,9 @@ class Mamba2(RecurrentMixer):
         shape, states = self.shape, context.require_states()
         sizes = [shape.inner_size, shape.channels, shape.heads]
         gates, mixed, steps = torch.split(self.rows(normed), sizes, dim=1)
+        mixed, steps = states.keep_inputs(self.index, mixed, steps)
         mixed = silu(self.conv(mixed, states, self.index), inplace=True)
-        read = self._scan(mixed, softplus(steps.float() + self.step_bias), states)
+        read = self._scan(mixed, softplus(steps.float() + self.step_bias), states)[: len(normed)]
         read = read.flatten(1).mul_(silu(gates.float()))
         if self.norm_weight is not None:
             grouped = read.view(len(read), shape.groups, -1)
@@ -71,7 +72,8 @@ class Mamba2(RecurrentMixer):
             values * steps.unsqueeze(-1),
             steps * self.decays,
         )
-        read = states.apply_rows(self.index, parts, update_states, scan_chunks)
+        memories, read = states.pool.memories[self.index], torch.empty_like(values)
+        states.apply_rows(memories, parts, read, update_states, scan_chunks)
         return read.addcmul_(values, self.skips.unsqueeze(-1))
 
     def _spread_groups(self, rows: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from molink.errors import InvariantError
 from molink.stage.attention.base import ChoosingAttention, LayerAttention
 from molink.stage.linear import AdapterRows
 from molink.stage.mixed_kv_pool import AnyKVPool
-from molink.stage.state_pool import StatePool, StateRows
+from molink.stage.state_pool import RowRounds, StatePool, StateRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,34 +21,71 @@ class StateContext:
     pool: StatePool
     rows: StateRows
 
+    def keep_inputs(self, index: int, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """Store the inputs of drafts, and append those of the rows that are repeated.
+
+        ``index`` is the layer's index in the state pool; ``inputs`` are tensors ``[T, …]`` with its
+        ``input_size`` columns together, the results ``[T + R, …]``.
+        """
+        kept, rows = self.pool.draft_inputs[index], self.rows
+        sizes = [each.shape[1] for each in inputs]
+        if len(rows.repeated_places):
+            repeated = torch.split(kept.index_select(0, rows.repeated_places), sizes, dim=1)
+            inputs = tuple(
+                torch.cat((own, again.to(own.dtype)))
+                for own, again in zip(inputs, repeated, strict=True)
+            )
+        if len(rows.draft_rows):
+            drafts = [each.index_select(0, rows.draft_rows).float() for each in inputs]
+            kept.index_copy_(0, rows.draft_places, torch.cat(drafts, dim=1))
+        return inputs
+
     def apply_rows(
         self,
-        index: int,
+        kept: Tensor,
         parts: Sequence[Tensor],
+        result: Tensor,
         update: Callable[..., Tensor],
         run: Callable[..., Tensor],
     ) -> Tensor:
-        """Apply rows to the memories of layer ``index`` in the pool; return the values read.
+        """Apply rows to ``kept``, all slots of a layer; write what is read to ``result`` (``[T +
+        R, …]``), and return it.
 
-        ``parts`` are tensors ``[T, heads, …]``; the third has the values and the result's shape.
-        ``update`` takes memories ``[B, heads, …]``, which it changes in place, and the parts of one
-        row for each. ``run`` takes one memory and the parts of consecutive rows.
+        ``parts`` are tensors ``[T + R, …]``. ``update`` takes states ``[B, …]``, which it changes
+        in place, and the parts of one row for each. ``run`` takes one state and the parts of
+        consecutive rows.
         """
-        memories, rows = self.pool.memories[index], self.rows
-        result = torch.empty_like(parts[2])
-        if len(rows.single_rows):
-            chosen = (part.index_select(0, rows.single_rows) for part in parts)
-            if rows.sole_slot is None:
-                used = memories.index_select(0, rows.single_slots)
-                result.index_copy_(0, rows.single_rows, update(used, *chosen))
-                memories.index_copy_(0, rows.single_slots, used)
-            else:
-                used = memories[rows.sole_slot : rows.sole_slot + 1]
-                result.index_copy_(0, rows.single_rows, update(used, *chosen))
+        rows = self.rows
+        _run_rounds(kept, rows.certain, parts, result, update, keeps=True)
         for first, count, slot in rows.chunks:
             chunk = (part[first : first + count] for part in parts)
-            result[first : first + count] = run(memories[slot], *chunk)
+            result[first : first + count] = run(kept[slot], *chunk)
+        _run_rounds(kept, rows.drafts, parts, result, update, keeps=False)
         return result
+
+
+def _run_rounds(
+    kept: Tensor,
+    rows: RowRounds,
+    parts: Sequence[Tensor],
+    result: Tensor,
+    update: Callable[..., Tensor],
+    *,
+    keeps: bool,
+) -> None:
+    """Apply rows one after another, to copies of the states unless it ``keeps`` them."""
+    if not rows.rounds:
+        return
+    if rows.sole_slot is None:
+        used = kept.index_select(0, rows.slots)
+    else:
+        used = kept[rows.sole_slot : rows.sole_slot + 1]
+        used = used if keeps else used.clone()
+    for indices in rows.rounds:
+        chosen = (part.index_select(0, indices) for part in parts)
+        result.index_copy_(0, indices, update(used[: len(indices)], *chosen))
+    if keeps and rows.sole_slot is None:
+        kept.index_copy_(0, rows.slots, used)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,9 @@ class ShortConv(RecurrentMixer):
     def __call__(self, normed: Tensor, context: ForwardContext) -> Tensor:
         """See :class:`~molink.stage.decoder.mixer.Mixer`."""
         before, after, rows = self.rows(normed).chunk(3, dim=1)
-        convolved = self.conv(before * rows, context.require_states(), self.index)
+        states = context.require_states()
+        (given,) = states.keep_inputs(self.index, before * rows)
+        convolved = self.conv(given, states, self.index)[: len(normed)]
         return self.output(after * convolved.to(normed.dtype))
 
     @property

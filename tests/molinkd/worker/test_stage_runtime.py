@@ -9,7 +9,7 @@ import pytest
 
 from molink.checkpoint.config import ModelConfig
 from molink.checkpoint.rope import RopeConfig
-from molink.facts.drafts import AUTO_DRAFTS
+from molink.facts.drafts import AUTO_DRAFTS, MAX_LOOKAHEAD
 from molink.facts.profile import UNKNOWN_PROFILE
 from molink.facts.ring_times import LinkFacts
 from molink.facts.settings import PipelineSettings
@@ -170,9 +170,10 @@ async def test_states_turn_off_what_they_can_not_do() -> None:
             kept = made.prefix_cache, made.num_speculative_tokens, made.preemption_mode
             counts = made.state_slots, made.max_num_seqs, made.lookahead_volumes
             if recurrent:
-                assert (kept, counts) == ((True, 0, "recompute"), (4, 4, 0))
+                assert (kept, counts) == ((True, AUTO_DRAFTS, "recompute"), (4, 4, 0))
             else:
-                assert (kept, counts[:2]) == ((True, AUTO_DRAFTS, "proactive-swap"), (0, 64))
+                assert kept == (True, AUTO_DRAFTS, "proactive-swap")
+                assert counts == (0, 64, MAX_LOOKAHEAD)
         finally:
             await own.close()
 

@@ -14,8 +14,10 @@ import torch
 
 from molink.checkpoint.model_folder import ModelFolder
 from molink.errors import UsageError
+from molink.facts.drafts import MAX_DRAFTS
 from molink.ring.step import BlockCopy, StepInput, StepResult
 from molink.scheduler.config import SchedulerConfig
+from molink.scheduler.speculation.prompt_lookup import PromptLookup
 from molink.sim.event_queue import EventQueue
 from molink.stage.batch import SequenceRows, StageInput
 from molink.stage.stage import Stage
@@ -23,6 +25,7 @@ from molink.wire.messages.data_plane import SamplingParams
 from molink.wire.messages.serving import OutputToken
 from molinkd.worker.request_table import RequestTable
 from molinkd.worker.step import run_step
+from tests.molinkd.worker.test_speculation import Known
 from tests.support.models import MakeModel
 from tests.support.request_states import make_state
 from tests.support.rings import Stages, VirtualRing, WholeLink
@@ -72,7 +75,14 @@ class Computes:
 class States:
     """A ring of stages that serves at once."""
 
-    def __init__(self, stages: Sequence[Stage], **limits: Any) -> None:
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        source: Callable[[], Any] = PromptLookup,
+        sampling: SamplingParams = GREEDY,
+        **limits: Any,
+    ) -> None:
+        self._sampling = sampling
         self.queue, tables = EventQueue(), [RequestTable() for _ in stages]
         given = {"num_blocks": 96, "block_size": BLOCK_SIZE, "micro_batches": 2}
         given |= {"max_num_batched_tokens": 16, "state_slots": 8, "min_snapshot_rows": 4}
@@ -86,6 +96,7 @@ class States:
             Stages(stages[0].config.hidden_size, stages[0].config.vocab_size, "f32"),
             lambda index: tables[index],
             self.queue,
+            source,
         )
         self.ring.on_emission = lambda emission, _: self._keep(emission.message)
         self.answers: dict[str, list[int]] = {}
@@ -98,7 +109,7 @@ class States:
 
     def submit(self, asked: Prompts) -> None:
         for at, (key, prompt) in enumerate(asked.items()):
-            state = make_state("d", key, prompt, len(prompt), ANSWER, GREEDY, (), 1 << 20)
+            state = make_state("d", key, prompt, len(prompt), ANSWER, self._sampling, (), 1 << 20)
             when = self.queue.now + 0.01 * at
             self.queue.schedule_at(when, self.scheduler.submit_request, state, when)
             self.queue.schedule_at(when, self.ring.rings[0].run_pending)
@@ -260,11 +271,70 @@ def test_repeated_prompts_share_few_slots(
     assert any(served.cached.values())
 
 
+#: Sampled by position, so that a state with a wrong row shows.
+SAMPLED = SamplingParams(temperature=0.9, seed=5, repetition_penalty=1.1)
+
+
+@pytest.mark.parametrize(
+    ("drafts", "sampling", "limits"),
+    [
+        (MAX_DRAFTS, GREEDY, {"num_blocks": 192, "state_slots": 16}),
+        (4, SAMPLED, {"num_blocks": 28, "state_slots": 5, "max_num_batched_tokens": 7}),
+    ],
+    ids=["greedy and cached", "sampled and preempted"],
+)
+def test_drafts_change_no_answer(
+    stages: Sequence[Stage],
+    prompts: Prompts,
+    drafts: int,
+    sampling: SamplingParams,
+    limits: dict[str, Any],
+) -> None:
+    """Drafts are often right; prompts come twice, the second time after what is cached."""
+    plain = States(stages, sampling=sampling)
+    plain.submit(prompts)
+    expected, rng = plain.finish(), random.Random(drafts)
+    texts = [[*prompt, *expected[key]] for key, prompt in prompts.items()]
+    served = States(
+        stages, lambda: Known(texts, rng), sampling, num_speculative_tokens=drafts, **limits
+    )
+    for turn in "ab":
+        served.submit({f"{turn}{key}": prompt for key, prompt in prompts.items()})
+        served.finish()
+    for turn in "ab":
+        assert {key: served.answers[f"{turn}{key}"] for key in prompts} == expected
+    counters, _ = served.scheduler.collect_stats()
+    drafted = counters["scheduler_draft_tokens_total"]
+    assert 50 < counters["scheduler_draft_tokens_accepted_total"] < drafted
+    if limits["num_blocks"] > 28:
+        assert any(served.cached[f"b{key}"] for key in prompts)
+    else:
+        assert counters["scheduler_preemptions_total"]
+
+
+def test_a_chat_with_drafts_is_continued_from_its_state(
+    stages: Sequence[Stage], folder: Path
+) -> None:
+    """The state after an answer includes its drafts that were right."""
+    reference, rng, texts = Reference(folder), random.Random(7), list[list[int]]()
+    served = States(stages, lambda: Known(texts, rng), num_speculative_tokens=6)
+    prompt = list[int]()
+    for turn in ("1", "2", "3"):
+        prompt += [rng.randrange(256) for _ in range(9)]
+        expected = reference.generate(tuple(prompt), ANSWER)
+        texts.insert(0, [*prompt, *expected])
+        served.submit({turn: tuple(prompt)})
+        assert served.finish()[turn] == expected
+        assert served.cached[turn] == max(0, len(prompt) - 10)
+        prompt += expected
+    counters, _ = served.scheduler.collect_stats()
+    assert counters["scheduler_draft_tokens_accepted_total"] > ANSWER
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"num_speculative_tokens": 2},
-        {"lookahead_volumes": 1},
+        {"num_speculative_tokens": 2, "lookahead_volumes": 1},
         {"preemption_mode": "reactive-swap"},
     ],
 )

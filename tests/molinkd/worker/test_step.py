@@ -85,6 +85,22 @@ def test_an_adapter_that_the_model_lacks_fails_its_request(folder: ModelFolder) 
     assert result.sampled.sampled == expected.sampled.sampled[1:]
 
 
+def test_a_request_whose_state_is_lost_fails_alone(
+    make_model: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    stage = load(ModelFolder.open(make_model(tmp_path, "lfm2")), 0, 4)
+    made = RequestTable()
+    for request in (0, 1):
+        made.admit_request(Admit(request + 1, request, GREEDY, 2, state_slot=request))
+    lost = RequestSlice(1, 3, 2, 2, (1, 2), True)
+    header = volume(9, RequestSlice(0, 0, 2, 1, (0,), True), lost)
+    (result,) = run_step(stage, made, [StepInput(header, [1, 2, 3, 4])])
+    assert result.sampled is not None
+    assert [each.request for each in result.sampled.sampled] == [0]
+    assert result.sampled.failed == (1,)
+    assert caplog.messages == ["request 1 has no state after 3 tokens"]
+
+
 def test_a_failed_step_fails_all_of_its_requests(folder: ModelFolder) -> None:
     first, middle, last = (load(folder, index, index + 1) for index in range(3))
     step_inputs = pass_on(fail_step(first, table(0, 1), two_requests()))

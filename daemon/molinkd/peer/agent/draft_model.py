@@ -7,7 +7,6 @@ from pathlib import Path
 
 import msgspec
 
-from molink.checkpoint.config import ModelConfig
 from molink.checkpoint.model_folder import ModelFolder
 from molink.errors import UsageError
 from molink.facts.footprint import StageSetup
@@ -40,7 +39,7 @@ class DraftModelFolder:
 
         Raises:
             ModelError: The model does not exist or is not supported.
-            UsageError: It keeps states, from which wrong drafts can't be taken back.
+            UsageError: It has recurrent layers.
             Unavailable: The hub can't be reached.
         """
         from molink.checkpoint.model_source import find_model
@@ -49,8 +48,8 @@ class DraftModelFolder:
         folder = ModelFolder.open(source.path)
         if folder.config.keeps_states:
             raise UsageError(
-                f"--draft-model {name} has recurrent layers, which can't take drafts back: use a "
-                "model that has attention only"
+                f"--draft-model {name} has recurrent layers, which draft models can't have: use "
+                "a model that has attention only"
             )
         return cls(name, source.path, folder)
 
@@ -58,13 +57,8 @@ class DraftModelFolder:
         """Check that the model in the folder ``served`` can use its drafts.
 
         Raises:
-            UsageError: The vocabularies differ, or that model keeps states.
+            UsageError: The vocabularies differ.
         """
-        if ModelConfig.load_folder(served).keeps_states:
-            raise UsageError(
-                f"the served model has recurrent layers, which can't take drafts back: leave out "
-                f"--draft-model {self.name}"
-            )
         from molink.text.tokenizer import Tokenizer
 
         mine, others = (Tokenizer.open(path).token_texts for path in (self.path, served))
