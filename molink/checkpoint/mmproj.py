@@ -176,8 +176,8 @@ def _map_tower(
         ours = names.get(tensor.name)
         if ours is None:
             raise BrokenModel(f"{where} is unknown in a tower with {clip.projector!r}")
-        turned = clip.projector == "pixtral" and ".attn_" in tensor.name
-        heads = vision.heads if turned and tensor.name.split(".")[3] in ("attn_q", "attn_k") else 0
+        is_turned = tensor.name.rpartition(".")[0].endswith((".attn_q", ".attn_k"))
+        heads = vision.heads if is_turned and clip.projector == "pixtral" else 0
         less = 1.0 if tensor.name == "mm.soft_emb_norm.weight" else 0.0
         made = map_tensor(ours, tensor, where, heads=heads, less=less)
         is_patch = tensor.name == f"{_PATCHES}.weight" and vision.frames > 1
