@@ -1,12 +1,15 @@
 """PCs behind routers: neither can connect to the other, and a third relays."""
 
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.models import MakeModel
-from tests.support.processes import Tools
+from tests.support.processes import START_S, Tools
 from tests.support.rig_swarm import Behind, House, ask
 from tools.wan import Node, unavailable
 from tools.wan.homes import homes_unavailable
@@ -84,6 +87,61 @@ def test_two_homes_leave_their_relay(tmp_path: Path) -> None:
         Tools.wait_for(punched, hub)
         Tools.wait_for(lambda: "is ready" in attic.output, attic)
         answer = ask(attic)
+        house.rig.cut(0)
+        assert ask(attic) == answer
+
+
+def ways_between(hub: Behind, pairs: Sequence[tuple[str, str]]) -> dict[tuple[str, str], str]:
+    """The relays of some pairs."""
+    found = ways(hub.status())
+    return {pair: found[pair] for pair in pairs if pair in found}
+
+
+@contextmanager
+def asked_all_the_time(one: Behind) -> Iterator[list[str]]:
+    """The answers of that PC's endpoint, one after the other during the block."""
+    answers: list[str] = []
+    is_over = threading.Event()
+
+    def keep_asking() -> None:
+        while not is_over.is_set():
+            answers.append("")
+            answers[-1] = ask(one)
+
+    asking = threading.Thread(target=keep_asking)
+    asking.start()
+    try:
+        yield answers
+    finally:
+        is_over.set()
+        asking.join()
+
+
+@pytest.mark.slow  # without processes: tests/molinkd/peer/membership/test_moving_routes.py
+@pytest.mark.timeout(600)
+def test_streams_leave_their_relay_while_they_run(tmp_path: Path) -> None:
+    """For the other end itself, once it can be dialled: the ring doesn't form again."""
+    nodes = (
+        Node("hub", delay_ms=20),
+        Node("attic", closed=1, delay_ms=2),
+        Node("couch", closed=1, delay_ms=2),
+    )
+    ends = ("attic", "couch"), ("couch", "attic")
+    with House(tmp_path, *nodes) as house:
+        hub, token = house.first("hub", "--stage", "none")
+        attic = house.start("attic", "join", token, "--stage", "1-4")
+        house.start("couch", "join", token, "--stage", "5-8")
+        hub.wait_ready()
+        Tools.wait_for(lambda: "is ready" in attic.output, attic)
+        answer = ask(attic)
+        assert ways_between(hub, ends) == dict.fromkeys(ends, "hub")
+        epoch = hub.status()["pipelines"][0]["epoch"]
+        with asked_all_the_time(attic) as answers:
+            for index in (1, 2):
+                house.rig.change(index, closed=0)
+            Tools.wait_for(lambda: not ways_between(hub, ends), hub, 3 * START_S)
+        assert set(answers) == {answer}
+        assert hub.status()["pipelines"][0]["epoch"] == epoch
         house.rig.cut(0)
         assert ask(attic) == answer
 

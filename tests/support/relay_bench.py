@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager, suppress
 
 from molink.wire.messages.relay import OpenRelay, RelayedRoute
 from molinkd.peer.membership.relay_server import RelayServer
-from molinkd.peer.membership.relayed_routes import RelayedRoutes
+from molinkd.peer.membership.relayed_routes import RelayedRoutes, RouteEvents
 from molinkd.splice import CHUNK_BYTES, Stream
 from tests.support.net import until
 
@@ -24,12 +24,15 @@ class Bench:
         self.changed: list[str] = []
         #: Relays that the dialling end has reported.
         self.failed: list[tuple[str, int]] = []
-        self.dialling = RelayedRoutes(
-            "127.0.0.1", set, self.changed.append, lambda *relay: self.failed.append(relay)
+        #: Relays that it has tried: peer, id and latency.
+        self.tried: list[tuple[str, int, float | None]] = []
+        events = RouteEvents(
+            self.changed.append,
+            lambda *relay: self.failed.append(relay),
+            lambda *tried: self.tried.append(tried),
         )
-        self.waiting = RelayedRoutes(
-            "127.0.0.1", lambda: self.allowed, lambda _: None, lambda *_: None
-        )
+        self.dialling = RelayedRoutes("127.0.0.1", set, events)
+        self.waiting = RelayedRoutes("127.0.0.1", lambda: self.allowed, RouteEvents())
         self.server: asyncio.Server | None = None
         self.accepted: list[Stream] = []
         self.streams: list[Stream] = []
@@ -50,14 +53,24 @@ class Bench:
         self.allowed.add(port)
         return port
 
-    def open(self) -> None:
-        self.port = self.relay.open_relay(OpenRelay(id=ID, secret=SECRET))
+    def open(
+        self,
+        id: int = ID,
+        relay: RelayServer | None = None,
+        *,
+        beside: int = 0,
+        is_direct: bool = False,
+    ) -> None:
+        order = OpenRelay(id=id, secret=SECRET, is_end=is_direct)
+        self.port = (relay or self.relay).open_relay(order)
         reported = {
-            "id": ID,
+            "id": id,
             "secret": SECRET,
             "end_secret": END_SECRET,
             "addresses": ("127.0.0.1",),
             "port": self.port,
+            "beside": beside,
+            "is_direct": is_direct,
         }
         self.waiting.on_message(RelayedRoute(peer="a", role="waits", **reported))
         self.dialling.on_message(RelayedRoute(peer="b", role="dials", **reported))
@@ -65,6 +78,12 @@ class Bench:
     async def dial(self, port: int) -> Stream:
         where = self.dialling.local_endpoint("b", port)
         return await self.connect(int(where.rpartition(":")[2]))
+
+    def uses_route(self, id: int) -> bool:
+        """Whether all connections use a route (or none, ``NO_ROUTE``), at both ends."""
+        parts = (self.dialling, self.waiting)
+        used = [{one.route for one in part._streams.values() if not one.is_over} for part in parts]
+        return used == [{id}, {id}]
 
     async def visit(self) -> Stream:
         return await self.connect(self.port)

@@ -351,11 +351,17 @@ class Coordinator:
             message.rate,
             message.loss,
         )
-        if not message.failed_relay:  # it counts once the relay is given up
+        if not (message.failed_relay or message.tried_relay):  # they count once a relay is replaced
             self._dispatch_event(tried)
         if message.rate is None and message.loss is None:  # these say nothing about the route
             self._relays.handle(
-                RouteTriedEvent(tried, message.is_relayed, message.is_punched, message.failed_relay)
+                RouteTriedEvent(
+                    tried,
+                    message.is_relayed,
+                    message.is_punched,
+                    message.failed_relay,
+                    message.tried_relay,
+                )
             )
 
     def _reply(

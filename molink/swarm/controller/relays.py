@@ -2,10 +2,13 @@
 
 If the target can connect to the source, the source is its own relay: bytes travel over the
 connection that the target has opened. Otherwise it is the member that both have reached with the
-shortest path, and without one the rendezvous at which both are registered, until a member that has
-not failed can relay. A much shorter path replaces it after a while. A relay that has failed for a
-pair is not chosen again for a while, even if it was gone meanwhile: it may be hostile. All times in
-seconds.
+shortest path, and without one the rendezvous at which both are registered. A relay that has failed
+for a pair is not chosen again for a while, even if it was gone meanwhile: it may be hostile.
+
+A better way is tried beside the used one, and replaces it without breaking a connection once the
+ends have measured that it is better: a much shorter path, a member instead of the rendezvous, or
+the target's own port, once the source can dial it. What a relay says about itself counts for
+nothing. All times in seconds.
 """
 
 from collections import deque
@@ -13,6 +16,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from molink.swarm.controller.events import ConnectionTriedEvent, SendMessageAction
+from molink.swarm.controller.relay_exclusions import Pair, RelayExclusions
 from molink.wire.messages.relay import MAX_OF_PEER, CloseRelay, OpenRelay, RelayedRoute, RelayOpened
 
 #: Maximum simultaneous relays in the swarm.
@@ -21,16 +25,11 @@ MAX_RELAYS = 64
 MAX_FAILURES = 2
 #: Seconds that a relay may take to report that it has opened.
 OPEN_TIMEOUT = 10.0
-#: Seconds for which a failed relay is not chosen again for the same pair; doubles with each failure
-#: up to the maximum. Its record is clean again when the maximum has passed after that.
-FIRST_EXCLUSION, MAX_EXCLUSION = 30.0, 3600.0
-
-#: Minimum seconds before a relay is replaced by one with a shorter path, and minimum gains: a share
-#: of the path's latency, and seconds one way. A change interrupts streams until the ring has formed
-#: again.
-MIN_STAY, MIN_GAIN, MIN_GAIN_S = 300.0, 0.3, 0.01
-
-Pair = tuple[str, str]
+#: Seconds between two searches for a shorter path, and the minimum gains of one: a share of the
+#: latency, and seconds one way.
+CHECK_INTERVAL, MIN_GAIN, MIN_GAIN_S = 30.0, 0.3, 0.01
+#: Seconds that the ends may take to measure a relay, and to move connections to it.
+TRIAL_TIMEOUT, MOVE_TIMEOUT = 40.0, 15.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +56,15 @@ class RouteTriedEvent:
     """A peer has tried to connect to another, over its relayed route if ``is_relayed``.
 
     With ``is_punched``, its connections have moved from the relay to direct ones. ``failed_relay``
-    is the id of a relay that forwarded probes but no data, or 0.
+    is the id of a relay that forwarded probes but no data, or 0; ``tried_relay`` that of one that
+    was tried beside the used one.
     """
 
     attempt: ConnectionTriedEvent
     is_relayed: bool = False
     is_punched: bool = False
     failed_relay: int = 0
+    tried_relay: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,15 +89,14 @@ class _Relay:
     port: int = 0
     failures: int = 0
     is_punched: bool = False
-
-
-@dataclass(slots=True)
-class _Exclusion:
-    """A relay's failures for a pair."""
-
-    failures: int = 0
-    until: float = 0.0
-    is_over: bool = False
+    #: One way, as the ends have measured it; ``None`` if unknown.
+    latency: float | None = None
+    #: The same when it was chosen.
+    promised: float | None = None
+    #: Connections move to this relay until then.
+    settles_at: float = 0.0
+    #: When a shorter path was last looked for.
+    checked_at: float = 0.0
 
 
 @dataclass(slots=True)
@@ -118,8 +118,12 @@ class RelayPlanner:
         self._peers: dict[str, _Peer] = {}
         #: By source and target of the failed connection.
         self._relays: dict[Pair, _Relay] = {}
-        #: Relays that have failed for a pair.
-        self._exclusions: dict[tuple[Pair, str], _Exclusion] = {}
+        #: Relays that are tried beside the used ones.
+        self._trials: dict[Pair, _Relay] = {}
+        #: Relays that connections leave, and when they are closed.
+        self._replaced: list[tuple[float, _Relay]] = []
+        #: Relays that have failed for a pair, and those that were no better than another one.
+        self._exclusions, self._pauses = RelayExclusions(), RelayExclusions()
         #: The latest relays that ended while a peer was away, each with that peer.
         self._unclosed: deque[tuple[str, int]] = deque(maxlen=MAX_RELAYS)
         self._now = 0.0
@@ -140,11 +144,13 @@ class RelayPlanner:
                 known.addresses, known.can_relay, known.rendezvous = addresses, relays, place
             case LivePeersChangedEvent(peers):
                 gone = self._peers.keys() - set(peers)
-                silent = self._find_silent()
-                if not (gone or silent or self._end_exclusions()):
-                    return []
-                for pair in silent:
-                    out += self._give_up_relay(pair)
+                overdue = self._end_overdue()
+                may_use = self._exclusions.drop_ended(now)
+                may_try = self._pauses.drop_ended(now)
+                is_due = any(self._is_due(pair) for pair in self._relays)
+                if not (gone or overdue or may_use or may_try or is_due or self._has_settled()):
+                    return self._close_replaced()
+                out += overdue + self._close_replaced()
                 for peer in gone:
                     self._drop_peer(peer)
             case RouteTriedEvent():
@@ -165,14 +171,15 @@ class RelayPlanner:
 
     def validate(self) -> None:
         """Check the bounds; for tests."""
-        assert len(self._relays) <= MAX_RELAYS
-        for (by, to), relay in self._relays.items():
+        assert len(self._relays) + len(self._trials) <= MAX_RELAYS
+        assert self._trials.keys() <= self._relays.keys()
+        for (by, to), relay in (*self._relays.items(), *self._trials.items()):
             assert {by, to} <= self._peers.keys()
-            assert relay.relay_peer != to
             if relay.relay_peer not in self._peers:
                 assert relay.relay_peer == self._peers[by].rendezvous == self._peers[to].rendezvous
                 continue
-            assert self._peers[relay.relay_peer].can_relay
+            is_left = relay is self._relays[by, to] and (by, to) in self._trials
+            assert is_left or relay.relay_peer == to or self._peers[relay.relay_peer].can_relay
             assert self._relay_count(relay.relay_peer) <= MAX_OF_PEER
 
     # --- events ------------------------------------------------------------------------------
@@ -183,26 +190,31 @@ class RelayPlanner:
             other.latencies.pop(peer, None)
             other.unreachable.discard(peer)
 
-    def _find_silent(self) -> list[Pair]:
-        """Return the pairs whose relay was requested too long ago."""
-        latest = self._now - OPEN_TIMEOUT
-        return [
-            pair
-            for pair, one in self._relays.items()
-            if not one.is_open and one.requested_at < latest
-        ]
+    def _end_overdue(self) -> list[RelayAction]:
+        """Give up relays that did not open in time, and those that the ends did not measure."""
+        out: list[RelayAction] = []
+        for pair in [pair for pair, one in self._relays.items() if self._is_overdue(one)]:
+            out += self._give_up_relay(pair)
+        for pair, one in list(self._trials.items()):
+            if self._is_overdue(one) or self._now > one.requested_at + TRIAL_TIMEOUT:
+                out += self._end_trial(pair)
+        return out
 
-    def _end_exclusions(self) -> bool:
-        """End exclusions that are over, and drop old failures; return whether a relay may be chosen
-        again.
-        """
-        ended = [key for key, one in self._exclusions.items() if one.until <= self._now]
-        has_news = not all(self._exclusions[key].is_over for key in ended)
-        for key in ended:
-            self._exclusions[key].is_over = True
-            if self._now >= self._exclusions[key].until + MAX_EXCLUSION:
-                del self._exclusions[key]
-        return has_news
+    def _is_overdue(self, relay: _Relay) -> bool:
+        return not relay.is_open and self._now > relay.requested_at + OPEN_TIMEOUT
+
+    def _has_settled(self) -> bool:
+        """Whether connections have moved to a relay meanwhile."""
+        settled = [one for one in self._relays.values() if 0 < one.settles_at <= self._now]
+        for one in settled:
+            one.settles_at = 0.0
+        return bool(settled)
+
+    def _close_replaced(self) -> list[RelayAction]:
+        """Close relays that all connections have left."""
+        due = [relay for at, relay in self._replaced if at <= self._now]
+        self._replaced = [one for one in self._replaced if one[0] > self._now]
+        return [action for one in due for action in self._order_close(one, one.relay_peer)]
 
     def _on_route_tried(self, event: RouteTriedEvent) -> list[RelayAction]:
         tried = event.attempt
@@ -218,6 +230,8 @@ class RelayPlanner:
                 by.latencies.pop(tried.target, None)
                 by.unreachable.add(tried.target)
             return []
+        if event.tried_relay:
+            return self._on_trial_measured(pair, event)
         relay = self._relays.get(pair)
         if relay is None:
             if not (
@@ -228,6 +242,7 @@ class RelayPlanner:
         if event.failed_relay:
             return self._on_data_lost(pair) if event.failed_relay == relay.id else []
         relay.is_punched = event.is_punched
+        relay.latency = relay.latency if tried.latency is None else tried.latency
         relay.failures = 0 if tried.succeeded else relay.failures + 1
         return self._give_up_relay(pair) if relay.failures >= MAX_FAILURES else []
 
@@ -237,61 +252,144 @@ class RelayPlanner:
         return self._give_up_relay(pair) if others else []
 
     def _on_relay_opened(self, event: RelayOpenedEvent) -> list[RelayAction]:
-        for pair, relay in self._relays.items():
+        for pair, relay in (*self._relays.items(), *self._trials.items()):
             if relay.id == event.answer.id and relay.relay_peer == event.peer and not relay.is_open:
                 if not event.answer.port:
-                    return self._give_up_relay(pair)
+                    is_trial = relay is self._trials.get(pair)
+                    return self._end_trial(pair) if is_trial else self._give_up_relay(pair)
                 relay.port, relay.is_open = event.answer.port, True
                 return self._announce_relay(pair, relay)
         return []
+
+    def _on_trial_measured(self, pair: Pair, event: RouteTriedEvent) -> list[RelayAction]:
+        """Use a relay if it is better than the used one; give it up otherwise."""
+        trial, latency = self._trials.get(pair), event.attempt.latency
+        if trial is None or trial.id != event.tried_relay:
+            return []
+        is_working = event.attempt.succeeded and latency is not None
+        if not is_working or not self._is_better(pair, trial.relay_peer, latency or 0.0):
+            return self._end_trial(pair)
+        former, self._relays[pair] = self._relays[pair], self._trials.pop(pair)
+        trial.latency = trial.promised = latency
+        trial.settles_at, trial.checked_at = self._now + MOVE_TIMEOUT, self._now
+        if _is_gain(self._used_latency(pair, former), self._promised_latency(pair, former)):
+            self._pauses.add_failure(pair, former.relay_peer, self._now)
+        self._replaced.append((trial.settles_at, former))
+        return self._order_close(former, *pair)
 
     # --- actions -----------------------------------------------------------------------------
 
     def _review_relays(self) -> list[RelayAction]:
         out: list[RelayAction] = []
         for pair in list(self._relays):
-            used = self._relays[pair].relay_peer
-            is_possible = self._is_needed(pair) and self._can_relay(pair, used)
-            if not is_possible or self._has_better(pair):
+            if not self._is_possible(pair):
+                out += self._close_relay(pair)
+                continue
+            trial = self._trials.get(pair)
+            if trial is not None and not self._can_relay(pair, trial.relay_peer):
+                out += self._end_trial(pair)
+            if better := self._find_better(pair):
+                out += self._try_relay(pair, better)
+            elif pair not in self._trials and not self._is_wanted(pair):
                 out += self._close_relay(pair)
         for by in sorted(self._peers):
             for to in sorted(self._peers[by].unreachable):
-                if (by, to) not in self._relays and len(self._relays) < MAX_RELAYS:
+                if (by, to) not in self._relays and self._has_room():
                     out += self._open_relay((by, to))
         return out
+
+    def _has_room(self) -> bool:
+        return len(self._relays) + len(self._trials) < MAX_RELAYS
 
     def _is_needed(self, pair: Pair) -> bool:
         by, to = pair
         return by in self._peers and to in self._peers and to in self._peers[by].unreachable
 
-    def _has_better(self, pair: Pair) -> bool:
-        """Whether a member without failures can replace the rendezvous or much shorten the path.
+    def _is_possible(self, pair: Pair) -> bool:
+        """Whether the relay may still work."""
+        used = self._relays[pair].relay_peer
+        return self._peers.keys() >= set(pair) and self._is_between(pair, used)
 
-        Punched connections keep their relay: a change would break them.
+    def _is_wanted(self, pair: Pair) -> bool:
+        """Whether connections may stay with the relay."""
+        relay = self._relays[pair]
+        if self._now < relay.settles_at:
+            return True
+        return self._is_needed(pair) and self._can_relay(pair, relay.relay_peer)
+
+    def _find_better(self, pair: Pair) -> str:
+        """Return a relay that is worth a trial beside the used one; empty without one.
+
+        Punched connections keep their relay, unless the target can be dialled.
         """
         relay = self._relays[pair]
-        is_member = relay.relay_peer in self._peers
-        has_stayed = relay.is_open and self._now >= relay.requested_at + MIN_STAY
-        if relay.is_punched or (is_member and not has_stayed):
-            return False
+        used = relay.relay_peer
+        if pair in self._trials or not relay.is_open or self._now < relay.settles_at:
+            return ""
+        if not self._is_needed(pair):
+            others = [pair[1]] if used not in pair else []
+        elif relay.is_punched and self._is_wanted(pair):
+            return ""
+        elif self._is_due(pair) or used not in self._peers or not self._is_wanted(pair):
+            relay.checked_at = self._now
+            others = [one for one in self._find_relays(pair) if one in self._peers]
+        else:
+            others = [pair[0]] if self._can_relay(pair, pair[0]) else []
         others = [
             one
-            for one in self._find_relays(pair)
-            if one in self._peers and (pair, one) not in self._exclusions
+            for one in others
+            if one != used
+            and self._has_room()
+            and not self._pauses.is_excluded(pair, one, self._now)
+            and not self._exclusions.has_failed(pair, one)
+            and self._relay_count(one) < MAX_OF_PEER
         ]
-        if not is_member:
-            return bool(others)
-        present = self._path_latency(pair, relay.relay_peer)
-        gain = present - min((self._path_latency(pair, one) for one in others), default=present)
-        return gain >= max(MIN_GAIN_S, MIN_GAIN * present)
+        best = min(others, key=lambda one: self._rank_better(pair, one), default="")
+        if not best or not self._is_better(pair, best, self._path_latency(pair, best)):
+            return ""
+        return best
 
-    def _can_relay(self, pair: Pair, through: str) -> bool:
+    def _is_better(self, pair: Pair, through: str, latency: float) -> bool:
+        """Whether a way through a peer with that one-way latency is better than the used one."""
+        relay = self._relays[pair]
+        used = relay.relay_peer
+        if not self._is_wanted(pair) or used not in self._peers:
+            return True
+        if through in pair and used not in pair:
+            return True  # no third PC is needed
+        return _is_gain(self._used_latency(pair, relay), latency)
+
+    def _is_due(self, pair: Pair) -> bool:
+        """Whether to look for a shorter path."""
+        relay = self._relays[pair]
+        is_used = relay.is_open and not relay.is_punched and pair not in self._trials
+        return is_used and self._now >= relay.checked_at + CHECK_INTERVAL
+
+    def _used_latency(self, pair: Pair, relay: _Relay) -> float:
+        """One-way latency as measured, or the sum of the paths to the relay."""
+        found = relay.latency
+        return self._path_latency(pair, relay.relay_peer) if found is None else found
+
+    def _promised_latency(self, pair: Pair, relay: _Relay) -> float:
+        found = relay.promised
+        return self._path_latency(pair, relay.relay_peer) if found is None else found
+
+    def _rank_better(self, pair: Pair, through: str) -> tuple[bool, float, str]:
+        return through not in pair, self._path_latency(pair, through), through
+
+    def _is_between(self, pair: Pair, through: str) -> bool:
+        """Whether both ends reach a relay."""
         if through and all(self._peers[end].rendezvous == through for end in pair):
             return True
-        peer = self._peers.get(through)
-        if peer is None or not peer.can_relay or through == pair[1]:
+        if through == pair[1]:
+            return not self._is_needed(pair)
+        ends = [end for end in pair if end != through]
+        return through in self._peers and all(through in self._peers[end].latencies for end in ends)
+
+    def _can_relay(self, pair: Pair, through: str) -> bool:
+        if not self._is_between(pair, through):
             return False
-        return all(end == through or through in self._peers[end].latencies for end in pair)
+        return through not in self._peers or through == pair[1] or self._peers[through].can_relay
 
     def _find_relays(self, pair: Pair) -> list[str]:
         """Return the peers that may relay for a pair now, and the rendezvous if both share it."""
@@ -299,28 +397,38 @@ class RelayPlanner:
             one
             for one in (*self._peers, self._peers[pair[0]].rendezvous)
             if self._can_relay(pair, one)
-            and not self._is_excluded(pair, one)
+            and not self._exclusions.is_excluded(pair, one, self._now)
             and (one not in self._peers or self._relay_count(one) < MAX_OF_PEER)
         ]
-
-    def _is_excluded(self, pair: Pair, through: str) -> bool:
-        found = self._exclusions.get((pair, through))
-        return found is not None and self._now < found.until
 
     def _open_relay(self, pair: Pair) -> list[RelayAction]:
         fit = self._find_relays(pair)
         if not fit:
             return []
         through = min(fit, key=lambda one: self._rank_relay(pair, one))
+        self._relays[pair] = self._make_relay(through)
+        return self._request_relay(pair, self._relays[pair])
+
+    def _try_relay(self, pair: Pair, through: str) -> list[RelayAction]:
+        """Open a relay beside the used one."""
+        self._trials[pair] = self._make_relay(through)
+        return self._request_relay(pair, self._trials[pair])
+
+    def _make_relay(self, through: str) -> _Relay:
         secret = self._make_secret()
         # The id is random, since relays that an earlier coordinator opened may still exist.
         id = int.from_bytes(secret[:6], "big")
-        relay = self._relays[pair] = _Relay(id, through, secret[6:38], secret[38:], self._now)
+        now = self._now
+        return _Relay(id, through, secret[6:38], secret[38:], now, checked_at=now)
+
+    def _request_relay(self, pair: Pair, relay: _Relay) -> list[RelayAction]:
+        through = relay.relay_peer
         if through not in self._peers:  # a rendezvous needs no order
             relay.is_open = True
             return self._announce_relay(pair, relay)
         ends = tuple(dict.fromkeys(one for end in pair for one in self._peers[end].addresses))
-        return [SendMessageAction(through, OpenRelay(id=relay.id, secret=relay.secret, ends=ends))]
+        order = OpenRelay(id=relay.id, secret=relay.secret, ends=ends, is_end=through in pair)
+        return [SendMessageAction(through, order)]
 
     def _rank_relay(self, pair: Pair, through: str) -> tuple[bool, bool, float, str]:
         """Return a sort key of a relay for a pair; the best relay has the lowest key.
@@ -334,12 +442,16 @@ class RelayPlanner:
         return sum(self._peers[end].latencies.get(through, 0.0) for end in pair)
 
     def _relay_count(self, peer: str) -> int:
-        return sum(relay.relay_peer == peer for relay in self._relays.values())
+        """How many relays are on a peer, including those that connections move to or leave."""
+        replaced = [relay for _, relay in self._replaced]
+        found = (*self._relays.values(), *self._trials.values(), *replaced)
+        return sum(relay.relay_peer == peer for relay in found)
 
     def _announce_relay(self, pair: Pair, relay: _Relay) -> list[RelayAction]:
         by, to = pair
         is_member = relay.relay_peer in self._peers
         addresses = self._peers[relay.relay_peer].addresses if is_member else ()
+        beside = self._relays[pair].id if relay is self._trials.get(pair) else 0
 
         def make_route(peer: str, dials: bool) -> RelayedRoute:
             return RelayedRoute(
@@ -350,6 +462,8 @@ class RelayPlanner:
                 role="dials" if dials else "waits",
                 addresses=addresses,
                 port=relay.port,
+                beside=beside,
+                is_direct=relay.relay_peer in pair,
             )
 
         return [
@@ -358,21 +472,31 @@ class RelayPlanner:
         ]
 
     def _give_up_relay(self, pair: Pair) -> list[RelayAction]:
-        found = self._exclusions.setdefault((pair, self._relays[pair].relay_peer), _Exclusion())
-        seconds = min(FIRST_EXCLUSION * 2.0 ** min(found.failures, 16), MAX_EXCLUSION)
-        found.failures, found.until, found.is_over = found.failures + 1, self._now + seconds, False
+        self._exclusions.add_failure(pair, self._relays[pair].relay_peer, self._now)
         return self._close_relay(pair)
 
+    def _end_trial(self, pair: Pair) -> list[RelayAction]:
+        """Close a relay that was tried; it is not tried again for a while."""
+        trial = self._trials.pop(pair)
+        self._pauses.add_failure(pair, trial.relay_peer, self._now)
+        return self._order_close(trial, *pair, trial.relay_peer)
+
     def _close_relay(self, pair: Pair) -> list[RelayAction]:
+        out: list[RelayAction] = self._end_trial(pair) if pair in self._trials else []
         relay = self._relays.pop(pair)
+        out += self._order_close(relay, *pair, relay.relay_peer)
+        if self._is_needed(pair):
+            out.append(ConnectionTriedEvent(*pair, succeeded=False))
+        return out
+
+    def _order_close(self, relay: _Relay, *peers: str) -> list[RelayAction]:
+        """Tell peers that a relay has ended: those that are away once they are back."""
         out: list[RelayAction] = []
-        for peer in dict.fromkeys((*pair, relay.relay_peer)):
+        for peer in dict.fromkeys(peers):
             if peer in self._peers:
                 out.append(SendMessageAction(peer, CloseRelay(id=relay.id)))
             else:
                 self._unclosed.append((peer, relay.id))
-        if self._is_needed(pair):
-            out.append(ConnectionTriedEvent(*pair, succeeded=False))
         return out
 
     def _close_missed(self, peer: str) -> list[RelayAction]:
@@ -381,3 +505,8 @@ class RelayPlanner:
         for one in missed:
             self._unclosed.remove(one)
         return [SendMessageAction(peer, CloseRelay(id=id)) for _, id in missed]
+
+
+def _is_gain(present: float, other: float) -> bool:
+    """Whether a path with the ``other`` latency is much shorter; both one way in seconds."""
+    return present - other >= max(MIN_GAIN_S, MIN_GAIN * present)

@@ -155,6 +155,8 @@ class ReachReport(Message, frozen=True, kw_only=True, tag="reach-report"):
     is_punched: bool = False
     #: Id of a relay that held back or cut connections; 0 if none did. Probes may still pass.
     failed_relay: Count = 0
+    #: Id of the relay that was tried beside the used one, which the report doesn't concern then.
+    tried_relay: Count = 0
 
 
 class StageLoaded(Message, frozen=True, kw_only=True, tag="stage-loaded"):

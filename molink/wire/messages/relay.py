@@ -64,11 +64,13 @@ class OpenRelay(Message, frozen=True, kw_only=True, tag="open-relay"):
     """Forward bytes between two ends that know ``secret``, until :class:`CloseRelay`.
 
     ``ends`` has the addresses that the two report; behind a router, they may connect from others.
+    If the receiver ``is_end`` itself, connections outlive the relay: the way needs no third PC.
     """
 
     id: Count
     secret: Secret
     ends: Annotated[tuple[Text, ...], msgspec.Meta(max_length=16)] = ()
+    is_end: bool = False
 
 
 class RelayOpened(Message, frozen=True, kw_only=True, tag="relay-opened"):
@@ -84,6 +86,10 @@ class RelayedRoute(Message, frozen=True, kw_only=True, tag="relayed-route"):
     The relay doesn't know ``end_secret``. Without ``addresses``, the relay is this PC's rendezvous;
     instead of ``secret``, the ends then use
     :func:`~molink.wire.messages.rendezvous.derive_session_secret`.
+
+    A route with ``beside`` is tried beside the one of that id: the dialling end reports its latency
+    (:class:`~molink.wire.messages.peer_reports.ReachReport`), and whichever of the two is closed
+    then leaves its connections to the other. With ``is_direct``, the relay is one of the ends.
     """
 
     id: Count
@@ -93,10 +99,15 @@ class RelayedRoute(Message, frozen=True, kw_only=True, tag="relayed-route"):
     role: Role
     addresses: Addresses
     port: Port
+    beside: Count = 0
+    is_direct: bool = False
 
 
 class CloseRelay(Message, frozen=True, kw_only=True, tag="close-relay"):
-    """Close the relay or relayed route ``id``."""
+    """Close the relay or relayed route ``id``.
+
+    Connections move to the route that was tried beside it, if there is one.
+    """
 
     id: Count
 
@@ -161,8 +172,10 @@ class SignKind(IntEnum):
     ASK_DIRECT = 2
     AGREE_DIRECT = 3
     START_DIRECT = 4
-    #: All following bytes are sent over the direct connection.
+    #: All following bytes are sent over the connection that the two have opened meanwhile.
     MOVED = 5
+    #: The sender measures the round trip: a sign of life is due at once.
+    ASK_SIGN = 6
 
 
 class SignOfLife(NamedTuple):

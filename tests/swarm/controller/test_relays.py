@@ -5,12 +5,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from molink.swarm.controller.events import ConnectionTriedEvent, SendMessageAction
+from molink.swarm.controller.relay_exclusions import FIRST_EXCLUSION, MAX_EXCLUSION
 from molink.swarm.controller.relays import (
-    FIRST_EXCLUSION,
-    MAX_EXCLUSION,
+    CHECK_INTERVAL,
     MAX_RELAYS,
-    MIN_STAY,
+    MOVE_TIMEOUT,
     OPEN_TIMEOUT,
+    TRIAL_TIMEOUT,
     LivePeersChangedEvent,
     RelayAction,
     RelayEvent,
@@ -63,9 +64,24 @@ class Swarm:
         relayed: bool = False,
         failed: int = 0,
         punched: bool = False,
+        trial: int = 0,
     ) -> list[RelayAction]:
         tried = ConnectionTriedEvent(by, to, ok, latency)
-        return self._handle(RouteTriedEvent(tried, relayed, punched, failed))
+        return self._handle(RouteTriedEvent(tried, relayed, punched, failed, trial))
+
+    def open_all(self) -> list[RelayAction]:
+        """Open all relays that were requested."""
+        relays = (*self.relays._relays.values(), *self.relays._trials.values())
+        return [action for one in relays for action in self.opened(one.relay_peer, one.id)]
+
+    def measure_all(self, latency: float | None) -> list[RelayAction]:
+        """Report all trials."""
+        trials = list(self.relays._trials.items())
+        found = [
+            self.tried(*pair, latency is not None, latency, relayed=True, trial=one.id)
+            for pair, one in trials
+        ]
+        return [action for actions in found for action in actions]
 
     def opened(self, peer: str, id: int, port: int = 5479) -> list[RelayAction]:
         return self._handle(RelayOpenedEvent(peer, RelayOpened(id=id, port=port)))
@@ -132,24 +148,164 @@ def test_a_peer_that_comes_back_learns_that_its_relay_has_ended(returning: str) 
     assert closed not in swarm.offer(returning)
 
 
-def test_a_much_nearer_relay_replaces_one_after_a_while() -> None:
+def far_hub() -> Swarm:
+    """``a`` and ``b`` use a far hub, whose path they have measured; ``near`` is much nearer."""
     swarm, _ = apart(latency=0.1)
     swarm.opened("hub", 1)
-    for name, latency in (("near", 0.02), ("same", 0.09)):
-        swarm.offer(name)
-        for one in "ab":
-            swarm.tried(one, name, True, latency)
-    swarm.wait(MIN_STAY - 1)
+    swarm.tried("a", "b", True, 0.2, relayed=True)
+    swarm.offer("near")
+    for one in "ab":
+        swarm.tried(one, "near", True, 0.02)
+    return swarm
+
+
+def test_a_much_nearer_relay_is_tried_beside_the_used_one() -> None:
+    swarm = far_hub()
+    swarm.offer("same")
+    for one in "ab":
+        swarm.tried(one, "same", True, 0.09)
+    assert swarm.wait(CHECK_INTERVAL - 1) == []
+    order = OpenRelay(id=2, secret=bytes(32), ends=("a.lan", "b.lan"))
+    assert swarm.wait(1) == [SendMessageAction("near", order)]
+    told = swarm.opened("near", 2)
+    assert [one.message.beside for one in told] == [1, 1]
     assert swarm.relays.relay_peers == {("a", "b"): "hub"}
-    closed = swarm.tried("a", "b", True, 0.2, relayed=True)
-    assert closed == []
-    swarm.wait(1)
-    swarm.tried("a", "same", True, 0.09)
+    # The ends have measured it. Connections move, and then the former relay is closed.
+    close = CloseRelay(id=1)
+    assert swarm.tried("a", "b", True, 0.04, relayed=True, trial=2) == [
+        SendMessageAction("a", close),
+        SendMessageAction("b", close),
+    ]
     assert swarm.relays.relay_peers == {("a", "b"): "near"}
+    assert swarm.wait(MOVE_TIMEOUT - 1) == []
+    assert swarm.wait(1) == [SendMessageAction("hub", close)]
+    # It stays: the others are no better.
+    for _ in range(100):
+        assert swarm.wait(CHECK_INTERVAL) == []
+
+
+@pytest.mark.parametrize("measured", [None, 0.2, 0.15])
+def test_a_relay_that_seems_nearer_must_prove_it(measured: float | None) -> None:
+    """It isn't used, and tried less and less often."""
+    swarm, trials = far_hub(), []
+    for _ in range(4 * 360):
+        for action in swarm.wait(10.0):
+            assert isinstance(action, SendMessageAction)
+            if isinstance(action.message, OpenRelay):
+                trials.append(swarm.now)
+                id = action.message.id
+                swarm.opened("near", id)
+                swarm.tried("a", "b", measured is not None, measured, relayed=True, trial=id)
+        assert swarm.relays.relay_peers == {("a", "b"): "hub"}
+    pauses = [after - before for before, after in itertools.pairwise(trials)]
+    assert pauses[0] >= FIRST_EXCLUSION
+    assert all(after >= before for before, after in itertools.pairwise(pauses))
+    assert len(trials) <= 11
+
+
+def test_a_relay_that_is_near_only_when_tried_is_used_ever_less() -> None:
+    """Its share of the time falls, and the pair changes its relay a few times only."""
+    swarm, used, changes = far_hub(), 0, 0
+    before = "hub"
+    for _ in range(8 * 360):
+        actions = swarm.wait(10.0)
+        while actions:
+            action = actions.pop()
+            if isinstance(action.message, OpenRelay):
+                through, id = action.peer, action.message.id
+                swarm.opened(through, id)
+                latency = 0.04 if through == "near" else 0.2
+                actions += swarm.tried("a", "b", True, latency, relayed=True, trial=id)
+        now = swarm.relays.relay_peers["a", "b"]
+        changes, before = changes + (now != before), now
+        used += now == "near"
+        swarm.tried("a", "b", True, 2.0 if now == "near" else 0.2, relayed=True)
+    assert 0 < used < 0.05 * 8 * 360
+    # 30 s, 1, 2, 4, 8, 16 and 32 minutes, then hours; there and back.
+    assert changes <= 2 * (8 + 8)
+
+
+def test_a_trial_that_never_ends_is_given_up() -> None:
+    for answers in (True, False):
+        swarm = far_hub()
+        swarm.wait(CHECK_INTERVAL)
+        if answers:
+            swarm.opened("near", 2)
+        closed = swarm.wait(TRIAL_TIMEOUT + 1)
+        assert closed[:3] == [
+            SendMessageAction(one, CloseRelay(id=2)) for one in ("a", "b", "near")
+        ]
+        # A late answer changes nothing.
+        assert swarm.opened("near", 2) == []
+        assert swarm.tried("a", "b", True, 0.04, relayed=True, trial=2) == []
+        assert swarm.relays.relay_peers == {("a", "b"): "hub"}
+
+
+def test_a_relay_that_fails_during_a_trial_is_replaced_at_once() -> None:
+    swarm = far_hub()
+    swarm.wait(CHECK_INTERVAL)
     swarm.opened("near", 2)
-    swarm.wait(MIN_STAY + 1)
-    swarm.tried("a", "same", True, 0.015)
+    actions = swarm.live("a", "b", "near")
+    assert SendMessageAction("a", CloseRelay(id=2)) in actions
+    assert ConnectionTriedEvent("a", "b", succeeded=False) in actions
     assert swarm.relays.relay_peers == {("a", "b"): "near"}
+
+
+def test_a_peer_that_can_be_dialled_is_the_last_relay() -> None:
+    """Connections move to its own port; then no route is needed."""
+    swarm, _ = apart(latency=0.0001)
+    swarm.opened("hub", 1)
+    order = OpenRelay(id=2, secret=bytes(32), ends=("a.lan", "b.lan"), is_end=True)
+    assert swarm.tried("a", "b", True) == [SendMessageAction("b", order)]
+    told = swarm.opened("b", 2)
+    assert all(one.message.is_direct and one.message.beside == 1 for one in told)
+    # It is no matter how fast it is.
+    swarm.tried("a", "b", True, 0.5, relayed=True, trial=2)
+    assert swarm.relays.relay_peers == {("a", "b"): "b"}
+    swarm.wait(MOVE_TIMEOUT - 1)
+    assert swarm.relays.relay_peers == {("a", "b"): "b"}
+    close = CloseRelay(id=2)
+    assert swarm.wait(1) == [
+        SendMessageAction("hub", CloseRelay(id=1)),
+        SendMessageAction("a", close),
+        SendMessageAction("b", close),
+    ]
+    assert swarm.relays.relay_peers == {}
+
+
+def test_a_peer_whose_port_lets_nobody_in_ends_the_route_as_well() -> None:
+    swarm, _ = apart()
+    swarm.opened("hub", 1)
+    swarm.tried("a", "b", True)
+    swarm.opened("b", 2)
+    actions = swarm.tried("a", "b", False, relayed=True, trial=2)
+    assert SendMessageAction("hub", CloseRelay(id=1)) in actions
+    assert swarm.relays.relay_peers == {}
+
+
+def test_a_pc_that_can_be_dialled_back_replaces_a_third() -> None:
+    swarm, _ = apart(latency=0.0001)
+    swarm.opened("hub", 1)
+    (order,) = swarm.tried("b", "a", True, 0.0001)
+    assert isinstance(order, SendMessageAction)
+    assert (order.peer, order.message.is_end) == ("a", True)
+    swarm.opened("a", 2)
+    swarm.tried("a", "b", True, 0.0001, relayed=True, trial=2)
+    assert swarm.relays.relay_peers == {("a", "b"): "a"}
+
+
+def test_a_drained_relay_hands_over() -> None:
+    swarm, _ = apart()
+    swarm.opened("hub", 1)
+    swarm.offer("second")
+    for one in "ab":
+        swarm.tried(one, "second", True, 0.1)
+    (order,) = swarm.offer("hub", relays=False)
+    assert isinstance(order, SendMessageAction)
+    assert order.peer == "second"
+    swarm.opened("second", 2)
+    swarm.tried("a", "b", True, 0.2, relayed=True, trial=2)
+    assert swarm.relays.relay_peers == {("a", "b"): "second"}
 
 
 def test_one_that_was_left_is_not_replaced() -> None:
@@ -158,7 +314,7 @@ def test_one_that_was_left_is_not_replaced() -> None:
     tried = ConnectionTriedEvent("a", "b", True, 0.05)
     swarm._handle(RouteTriedEvent(tried, is_relayed=True, is_punched=True))
     swarm.offer("near")
-    swarm.wait(MIN_STAY + 1)
+    swarm.wait(CHECK_INTERVAL + 1)
     for one in "ab":
         swarm.tried(one, "near", True, 0.01)
     assert swarm.relays.relay_peers == {("a", "b"): "hub"}
@@ -206,11 +362,16 @@ def test_a_member_is_better_than_the_rendezvous() -> None:
     swarm.tried("a", "b", False)
     for one in "ab":
         decisions = swarm.tried(one, "hub", True, 0.2)
-    assert swarm.relays.relay_peers == {("a", "b"): "hub"}
     order = OpenRelay(id=2, secret=bytes(32), ends=("a.lan", "b.lan"))
-    assert decisions[-1] == SendMessageAction("hub", order)
-    # The relay fails; from then on the rendezvous is used, even when the hub may be tried again.
+    assert decisions == [SendMessageAction("hub", order)]
     swarm.opened("hub", 2)
+    close = CloseRelay(id=1)
+    assert swarm.tried("a", "b", True, 0.5, relayed=True, trial=2) == [
+        SendMessageAction("a", close),
+        SendMessageAction("b", close),
+    ]
+    assert swarm.relays.relay_peers == {("a", "b"): "hub"}
+    # The relay fails; from then on the rendezvous is used, even when the hub may be tried again.
     swarm.tried("a", "b", False, failed=2, relayed=True)
     assert swarm.relays.relay_peers == {("a", "b"): PLACE}
     swarm.wait(FIRST_EXCLUSION + 1)
@@ -282,21 +443,17 @@ def test_unwilling_peers_do_not_relay() -> None:
     assert swarm.offer("hub") != []
 
 
-def test_drained_relay_is_replaced() -> None:
+def test_a_drained_relay_closes_if_there_is_no_other() -> None:
     swarm, _ = apart()
     swarm.opened("hub", 1)
-    swarm.offer("second")
-    for one in "ab":
-        swarm.tried(one, "second", True, 0.1)
-    decisions = swarm.offer("hub", relays=False)
     close = CloseRelay(id=1)
-    assert decisions[:4] == [
+    assert swarm.offer("hub", relays=False) == [
         SendMessageAction("a", close),
         SendMessageAction("b", close),
         SendMessageAction("hub", close),
         ConnectionTriedEvent("a", "b", succeeded=False),
     ]
-    assert swarm.relays.relay_peers == {("a", "b"): "second"}
+    assert swarm.relays.relay_peers == {}
 
 
 def test_lost_relay_is_replaced() -> None:
@@ -457,6 +614,9 @@ _EVENTS = st.one_of(
     st.tuples(st.just("try"), _NAMES, _NAMES, st.booleans(), st.booleans()),
     st.tuples(st.just("live"), st.sets(_NAMES)),
     st.tuples(st.just("open"), _NAMES, st.integers(1, 20), st.sampled_from([0, 5479])),
+    st.tuples(st.just("wait"), st.sampled_from([1.0, OPEN_TIMEOUT + 1, CHECK_INTERVAL])),
+    st.tuples(st.just("open all")),
+    st.tuples(st.just("measure all"), st.sampled_from([None, 0.001, 0.1])),
 )
 
 
@@ -479,12 +639,19 @@ def test_invariants_hold_for_any_events(events: list[tuple]) -> None:
                 out = swarm.live(*names)
             case ("open", name, id, port):
                 out = swarm.opened(name, id, port)
+            case ("wait", seconds):
+                out = swarm.wait(seconds)
+            case ("open all",):
+                out = swarm.open_all()
+            case ("measure all", latency):
+                out = swarm.measure_all(latency)
         swarm.relays.validate()
         for decision in out:
             if isinstance(decision, SendMessageAction):
                 assert decision.peer in present
                 known = (decision.peer, decision.message.id)
                 open_at[known] = not isinstance(decision.message, CloseRelay)
-    running = len(swarm.relays.relay_peers)
+    relays = swarm.relays
+    running = len(relays._relays) + len(relays._trials) + len(relays._replaced)
     there = {id for (name, id), is_open in open_at.items() if is_open and name in present}
     assert len(there) <= running

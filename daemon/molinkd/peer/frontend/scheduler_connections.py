@@ -100,9 +100,14 @@ class SchedulerConnections:
         return ended
 
     def reconnect_peer(self, peer: str) -> None:
-        """Reconnect to the schedulers on ``peer``, whose route has changed."""
+        """Connect to the schedulers on ``peer``, whose route has changed.
+
+        Connections that exist stay: a route that ends in good order leaves them open.
+        """
         for scheduler in self._schedulers.values():
-            if scheduler.route.scheduler is not None and scheduler.route.scheduler.peer == peer:
+            address, client = scheduler.route.scheduler, scheduler.client
+            is_connected = client is not None and client.is_connected
+            if address is not None and address.peer == peer and not is_connected:
                 self._close_client(scheduler)
                 self._open_client(scheduler)
 
@@ -182,25 +187,29 @@ class SchedulerConnections:
             )
             return
         pipeline = scheduler.route.pipeline
-        address = self._localize(address)
+        local = self._localize(address)
 
-        def changed() -> None:
+        def on_disconnect() -> None:
+            if scheduler.client is client and self._localize(address) != local:
+                # The route that it used has ended meanwhile.
+                self._close_client(scheduler)
+                self._open_client(scheduler)
             self._on_change(scheduler.route.model)
 
-        scheduler.client = Client(
+        client = scheduler.client = Client(
             self._context,
             self._keys,
             self._codec,
-            address.public_key,
-            endpoints(address.addresses, address.port),
+            local.public_key,
+            endpoints(local.addresses, local.port),
             name=f"the scheduler of {pipeline}",
             events=ClientEvents(
                 on_message=lambda message, payload: self._on_message(pipeline, message, payload),
-                on_connect=changed,
-                on_disconnect=changed,
+                on_connect=lambda: self._on_change(scheduler.route.model),
+                on_disconnect=on_disconnect,
             ),
         )
-        scheduler.client.start()
+        client.start()
 
     def _close_client(self, scheduler: _SchedulerClient) -> None:
         if scheduler.client is not None:

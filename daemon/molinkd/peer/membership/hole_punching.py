@@ -107,9 +107,7 @@ class _Punch:
     ) -> None:
         self._local_port, self._other, self._role = local_port, other, role
         self._family = socket.AF_INET6 if ":" in other[0] else socket.AF_INET
-        self._own_proof = compute_direct_proof(role, end_secret, nonce)
-        expected: Role = "waits" if role == "dials" else "dials"
-        self._proof = compute_direct_proof(expected, end_secret, nonce)
+        self._end_secret, self._nonce = end_secret, nonce
         self._tasks: set[asyncio.Task[None]] = set()
         self._num_unproven = 0
         self._found: asyncio.Future[Stream] = asyncio.get_running_loop().create_future()
@@ -169,7 +167,7 @@ class _Punch:
         try:
             async with asyncio.timeout(_PROVE_S):
                 stream = await open_stream(connection)
-                await self._exchange_proofs(*stream)
+                await exchange_proofs(stream, self._role, self._end_secret, self._nonce)
             if not self._found.done():
                 self._found.set_result(stream)
                 is_kept = True
@@ -182,23 +180,28 @@ class _Punch:
             if stream is not None and not is_kept:
                 stream[1].transport.abort()
 
-    async def _exchange_proofs(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
-        """Prove each other; the end that dials speaks first, and chooses the connection at last.
 
-        Raises:
-            ConnectionError: The other side is a stranger.
-            OSError, EOFError: The connection was lost.
-        """
-        if self._role == "dials":
-            writer.write(self._own_proof)
-        if not hmac.compare_digest(await reader.readexactly(DIRECT_PROOF_BYTES), self._proof):
-            raise ConnectionError("not the other end")
-        if self._role == "waits":
-            writer.write(self._own_proof)
-            if await reader.readexactly(1) != CHOSEN:
-                raise ConnectionError("not chosen")
+async def exchange_proofs(stream: Stream, role: Role, end_secret: bytes, nonce: bytes) -> None:
+    """Prove to each other that a connection may carry on the relayed one that has ``nonce``.
+
+    The end that dials speaks first; if there are several such connections, it chooses one by
+    sending ``CHOSEN``.
+
+    Raises:
+        ConnectionError: The other side is a stranger.
+        OSError, EOFError: The connection was lost.
+    """
+    reader, writer = stream
+    own = compute_direct_proof(role, end_secret, nonce)
+    other = compute_direct_proof("waits" if role == "dials" else "dials", end_secret, nonce)
+    if role == "dials":
+        writer.write(own)
+    if not hmac.compare_digest(await reader.readexactly(DIRECT_PROOF_BYTES), other):
+        raise ConnectionError("not the other end")
+    if role == "waits":
+        writer.write(own)
+        if await reader.readexactly(1) != CHOSEN:
+            raise ConnectionError("not chosen")
 
 
 class PunchBackoff:

@@ -6,12 +6,12 @@ from collections.abc import Callable
 import msgspec
 
 from molink.wire.messages.control_plane import ControlMessage
-from molink.wire.messages.peer_reports import ReachReport
+from molink.wire.messages.peer_reports import MAX_LATENCY, ReachReport
 from molink.wire.messages.relay import CloseRelay, OpenRelay, RelayedRoute, RelayOpened
 from molink.wire.messages.rendezvous import derive_session_secret
 from molinkd.peer.membership.addresses import local_dial_host
 from molinkd.peer.membership.relay_server import RelayServer
-from molinkd.peer.membership.relayed_routes import RelayedRoutes
+from molinkd.peer.membership.relayed_routes import RelayedRoutes, RouteEvents
 from molinkd.peer.resources import Resources
 
 log = logging.getLogger(__name__)
@@ -32,8 +32,7 @@ class RelayController:
         self.routes = RelayedRoutes(
             local_dial_host(settings.host),
             self._allowed_ports,
-            on_change,
-            self._report_relay,
+            RouteEvents(on_change, self._report_failed, self._report_tried),
             resources.me,
         )
         self._relay = RelayServer(settings.host, max(settings.member_ports, default=0))
@@ -42,7 +41,8 @@ class RelayController:
         """Handle an order; returns whether it is about relays."""
         match message:
             case OpenRelay():
-                port = self._relay.open_relay(message) if self._resources.settings.relay else 0
+                is_allowed = self._resources.settings.relay or message.is_end
+                port = self._relay.open_relay(message) if is_allowed else 0
                 self._send(RelayOpened(id=message.id, port=port))
             case RelayedRoute() if message.addresses:
                 self.routes.on_message(message)
@@ -78,10 +78,24 @@ class RelayController:
         await self.routes.close()
         await self._relay.close()
 
-    def _report_relay(self, peer: str, id: int) -> None:
+    def _report_failed(self, peer: str, id: int) -> None:
         """Report a relay that passes nothing on."""
         report = ReachReport(peer=peer, is_reachable=False, is_relayed=True, failed_relay=id)
         self._send(report)
+
+    def _report_tried(self, peer: str, id: int, latency: float | None) -> None:
+        """Report a relay that was tried beside the used one."""
+        if latency is not None:
+            latency = min(latency, MAX_LATENCY)
+        self._send(
+            ReachReport(
+                peer=peer,
+                is_reachable=latency is not None,
+                latency=latency,
+                is_relayed=True,
+                tried_relay=id,
+            )
+        )
 
     def _allowed_ports(self) -> set[int]:
         """Ports that a relayed route may reach: our sockets that every peer may dial."""

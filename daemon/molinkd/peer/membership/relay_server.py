@@ -38,6 +38,7 @@ from molink.wire.messages.relay import (
 from molink.wire.messages.rendezvous import MAX_WAITING
 from molinkd.peer.membership.relay_ends import spawn_in
 from molinkd.splice import Stream, close_after, listen_on_free_port, open_stream, splice_streams
+from molinkd.tasks import cancel_tasks
 
 log = logging.getLogger(__name__)
 
@@ -82,6 +83,8 @@ class RelaySession:
     waiting: list[Stream] = field(default_factory=list)
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
     tasks: set[asyncio.Task[Any]] = field(default_factory=set)
+    #: Whether connections stay when the session is closed.
+    keeps_connections: bool = False
     #: Nobody has waited when called.
     is_gone: bool = False
 
@@ -101,6 +104,8 @@ class MeetingServer(ABC):
         self._rate_limit, self._accept_rate = rate, accept_rate
         self._sessions: dict[int, RelaySession] = {}
         self._unauthenticated: set[asyncio.Task[Any]] = set()
+        #: Connections of closed sessions.
+        self._kept: set[asyncio.Task[Any]] = set()
         self._from_ends = ConnectionSlots[asyncio.StreamWriter](max_from_ends, max_from_ends)
         self._strangers = ConnectionSlots[asyncio.StreamWriter](
             MAX_STRANGERS, MAX_STRANGERS_PER_ADDRESS
@@ -130,13 +135,15 @@ class MeetingServer(ABC):
         tasks += [*self._unauthenticated, *([self._accepting] if self._accepting else [])]
         for id in tuple(self._sessions):
             self._close_session(id)
+        await cancel_tasks(*self._kept)
         self._close_listener()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     @property
     def num_connections(self) -> int:
         """Authenticated connections of all sessions."""
-        return sum(session.num_connections for session in self._sessions.values())
+        open_ones = sum(session.num_connections for session in self._sessions.values())
+        return open_ones + 2 * len(self._kept)
 
     # --- connections ---
 
@@ -233,7 +240,11 @@ class MeetingServer(ABC):
         session = self._sessions.pop(id, None)
         if session is not None:
             for task in session.tasks:
-                task.cancel()
+                if session.keeps_connections:
+                    self._kept.add(task)
+                    task.add_done_callback(self._kept.discard)
+                else:
+                    task.cancel()
             for _, writer in session.waiting:
                 writer.transport.abort()
 
@@ -296,12 +307,13 @@ class RelayServer(MeetingServer):
                 return 0
             self._accept_from(listener)
         ends = deque(order.ends, maxlen=_MAX_END_ADDRESSES)
-        self._sessions.setdefault(order.id, RelaySession(self._now(), ends, order.secret))
+        session = RelaySession(self._now(), ends, order.secret, keeps_connections=order.is_end)
+        self._sessions.setdefault(order.id, session)
         log.info("relaying for two other PCs on port %d", self.port)
         return self.port
 
     def close_relay(self, id: int) -> None:
-        """Close a relay and its connections."""
+        """Close a relay and its connections, unless this PC is an end of them."""
         self._close_session(id)
         if not self._sessions:
             self._close_listener()

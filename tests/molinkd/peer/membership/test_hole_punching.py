@@ -25,7 +25,7 @@ from molink.wire.messages.relay import (
 from molinkd.peer.membership import hole_punching as module
 from molinkd.peer.membership import relay_server, relayed_routes
 from molinkd.peer.membership.hole_punching import PunchBackoff, connect_shared, may_punch, punch
-from molinkd.peer.membership.relayed_stream import RelayedStream
+from molinkd.peer.membership.relayed_stream import NO_ROUTE, RelayedStream
 from molinkd.splice import Stream, open_pair
 from tests.support.net import until
 from tests.support.relay_bench import END_SECRET, ID, Bench, ended, open_bench
@@ -227,7 +227,7 @@ async def test_a_direct_connection_outlives_its_relay(bench: Bench) -> None:
     port = await bench.serve()
     bench.open()
     stream = await bench.dial(port)
-    await until(lambda: bench.relay.num_connections == 1)
+    await until(lambda: bench.uses_route(NO_ROUTE))
     stream[1].write(b"a")
     assert await stream[0].readexactly(1) == b"A"
     for part in (bench.dialling, bench.waiting):
@@ -282,7 +282,7 @@ async def test_a_lie_about_the_address_leaves_the_stream_with_the_relay(
 async def test_an_end_that_moves_without_a_connection_is_cut(bench: Bench) -> None:
     near, far = await open_pair()
     local, program = await open_pair()
-    stream = RelayedStream(far, "waits", END_SECRET, NONCE)
+    stream = RelayedStream(far, "waits", END_SECRET, NONCE, ID)
     splicing = asyncio.create_task(stream.splice(local))
     sign = SignOfLife(1, 0, 0, SignKind.MOVED).encode("dials", END_SECRET, NONCE)
     near[1].write(RECORD_LENGTH.pack(0) + sign)

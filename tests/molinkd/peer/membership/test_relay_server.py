@@ -39,7 +39,7 @@ from molinkd.peer.membership.relay_server import (
     RelayServer,
     authenticate_end,
 )
-from molinkd.peer.membership.relayed_routes import RelayedRoutes
+from molinkd.peer.membership.relayed_routes import RelayedRoutes, RouteEvents
 from molinkd.splice import CHUNK_BYTES, Stream
 from molinkd.tasks import cancel_tasks
 from tests.support.net import Flood, until
@@ -120,7 +120,7 @@ async def test_stage_addresses_are_localized(bench: Bench) -> None:
 
 
 async def test_the_own_stage_is_dialled_at_home() -> None:
-    routes = RelayedRoutes("127.0.0.1", set, lambda _: None, lambda *_: None, "me")
+    routes = RelayedRoutes("127.0.0.1", set, RouteEvents(), "me")
     stage = StageAddress(peer="me", public_key="k" * 40, addresses=("192.0.2.1",), port=5468)
     home = routes.localize_stage(stage)
     assert (home.addresses, home.port) == (("127.0.0.1",), 5468)
@@ -531,7 +531,7 @@ async def test_ends_that_close_report_no_relay(
     closed.close()
     bench.allowed.add(refused)
     for _ in range(3):
-        for wrong in (refused, 1):
+        for wrong in (refused, 2):
             assert await ended(await bench.dial(wrong)) == b""
         stream = await bench.dial(port)
         stream[1].write(b"a")
