@@ -226,9 +226,19 @@ class RelayedRoutes:
         return msgspec.structs.replace(order, ring=tuple(map(self.localize_stage, order.ring)))
 
     async def measure_latency(self, peer: str) -> RouteLatency | None:
-        """Latency of a peer's relayed route, once it is clear how it goes; ``None`` if it fails."""
+        """Latency of a peer's relayed route, once it is clear how it goes; ``None`` if it fails.
+
+        If the measured connection has left its relay, the others try it again.
+        """
         relayed_route = self._find_route(peer)
-        return None if relayed_route is None else await self._measure_route(relayed_route)
+        if relayed_route is None:
+            return None
+        measured = await self._measure_route(relayed_route)
+        if measured is not None and measured.is_direct:
+            for task in tuple(self._tasks.get(relayed_route.id, ())):
+                if (stream := self._streams.get(task)) is not None:
+                    self._spawn(relayed_route.id, stream.leave_relay())
+        return measured
 
     async def _measure_route(
         self, relayed_route: RelayedRoute, *, may_leave: bool = True
@@ -368,11 +378,14 @@ class RelayedRoutes:
                 raise
 
         direct: OpenCarrier | None = None
-        is_due = role == "waits" or self._punches.is_due(peer)
-        if other is not None and is_due and may_punch(other, relay):
+        if other is not None and may_punch(other, relay):
             direct = partial(open_direct, other)
         on_moved = partial(self._on_moved, peer)
-        stream = RelayedStream(far, role, secret, nonce, relayed_route.id, direct, on_moved)
+        is_due = self._punches.is_due(peer)
+        id = relayed_route.id
+        stream = RelayedStream(
+            far, role, secret, nonce, id, direct, on_moved, leaves_at_once=is_due
+        )
         task = asyncio.current_task()
         assert task is not None
         self._streams[task] = stream

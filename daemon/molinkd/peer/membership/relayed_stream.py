@@ -60,11 +60,13 @@ class RelayedStream:
         route: int,
         open_direct: OpenCarrier | None = None,
         on_moved: Callable[[float], None] = lambda _: None,
+        *,
+        leaves_at_once: bool = True,
     ) -> None:
         """``far`` leads to the relay of the route with that id; ``nonce`` is of this connection.
 
-        Without ``open_direct`` it tries no direct connection. ``on_moved()`` gets the seconds that
-        the dialling end took to open it.
+        Without ``open_direct`` it tries no direct connection, without ``leaves_at_once`` only when
+        asked to. ``on_moved()`` gets the seconds that the dialling end took to open it.
         """
         self._reader, self._writer = far
         self._secret, self.nonce = end_secret, nonce
@@ -72,6 +74,7 @@ class RelayedStream:
         self._num_signs = self._answered_by_us = self._answered_by_them = 0
         self._sent = self._received = 0
         self._open_direct, self._on_moved = open_direct, on_moved
+        self._leaves_at_once = leaves_at_once
         self._agreed = asyncio.Event()
         #: Id of the route that carries the bytes, or ``NO_ROUTE``.
         self.route = route
@@ -107,7 +110,7 @@ class RelayedStream:
             asyncio.ensure_future(way)
             for way in (self._send_local(local), self._receive(local), self._send_signs())
         ]
-        leaving = asyncio.ensure_future(self._leave_relay())
+        leaving = asyncio.ensure_future(self._settle())
         failure: BaseException | None = None
         try:
             done, _ = await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
@@ -303,15 +306,15 @@ class RelayedStream:
             await self._move(self._open_direct, NO_ROUTE)
             self._on_moved(loop.time() - asked_at)
 
-    async def _leave_relay(self) -> None:
-        """Try a direct connection at once; for the end that dials."""
-        try:
-            if self.role == "dials":
-                await self.try_direct()
-        except (OSError, EOFError, ConnectionBroken):
-            pass  # the relay stays
-        finally:
-            self.is_settled.set()
+    async def leave_relay(self) -> None:
+        """Move to a direct connection if there can be one; for the end that dials."""
+        with contextlib.suppress(OSError, EOFError, ConnectionBroken):  # else the relay stays
+            await self.try_direct()
+
+    async def _settle(self) -> None:
+        if self.role == "dials" and self._leaves_at_once:
+            await self.leave_relay()
+        self.is_settled.set()
 
     def _expect_carrier(self, open_carrier: OpenCarrier, route: int) -> "asyncio.Task[Stream]":
         """Open the next connection, in the place of one that the ends did not move to."""
@@ -366,6 +369,7 @@ class RelayedStream:
             self._move_writer(stream)
         self._reader = stream[0]
         self.route, self._next = self._next_route, None
+        self._open_direct = None  # it is of the former connection's port
         self._has_moved.set()
 
     def _move_writer(self, stream: Stream) -> None:

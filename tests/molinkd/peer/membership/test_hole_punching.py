@@ -241,6 +241,26 @@ async def test_a_direct_connection_outlives_its_relay(bench: Bench) -> None:
 
 
 @needs_shared_ports
+async def test_a_connection_follows_one_that_could_leave_the_relay(bench: Bench) -> None:
+    """Its own attempts failed, before the routers' rules changed."""
+    port = await bench.serve()
+    bench.open()
+    for _ in range(3):
+        bench.dialling._punches.record_result("b", ok=False)
+    stream = await bench.dial(port)
+    stream[1].write(b"a")
+    assert await stream[0].readexactly(1) == b"A"
+    assert bench.uses_route(ID)
+    bench.dialling._punches.drop_peer("b")
+    measured = await bench.dialling.measure_latency("b")
+    assert measured is not None
+    assert measured.is_direct
+    await until(lambda: bench.uses_route(NO_ROUTE))
+    stream[1].write(b"b")
+    assert await stream[0].readexactly(1) == b"B"
+
+
+@needs_shared_ports
 async def test_the_latency_is_that_of_the_direct_way(bench: Bench) -> None:
     bench.open()
     latency = await bench.dialling.measure_latency("b")
