@@ -25,6 +25,7 @@ from molink.checkpoint.rope import (
     parse_two_ropes,
 )
 from molink.checkpoint.trait_fields import (
+    add_qwen_mtp,
     base_traits,
     count_draft_layers,
     parse_activation,
@@ -311,7 +312,7 @@ def delta_rule_traits(fields: ConfigFields, layers: int, *, is_grouped: bool) ->
         raise UnsupportedModel(f"{fields.where}: attn_output_gate false is not supported")
     biased = fields.get_boolean("attention_bias", False)
     rope = parse_rope(fields, RopeDefaults(allows_partial=True, partial=0.25))
-    return replace(
+    made = replace(
         qwen3_rotation(fields, base_traits(fields, layers, head_dim=256, rope=rope)),
         attention_bias=biased,
         output_bias=biased,
@@ -321,6 +322,7 @@ def delta_rule_traits(fields: ConfigFields, layers: int, *, is_grouped: bool) ->
         recurrent=parse_delta_rule(fields, is_grouped=is_grouped),
         recurrent_layers=parse_linear_layers(fields, layers),
     )
+    return add_qwen_mtp(made, fields)
 
 
 def lfm2(fields: ConfigFields, layers: int) -> FamilyTraits:

@@ -17,7 +17,12 @@ from typing import Annotated, Any
 import msgspec
 
 from molink.checkpoint.config import ModelConfig
-from molink.checkpoint.described_weights import STORAGE_CONFIGS, DescribedWeights, describe_weights
+from molink.checkpoint.described_weights import (
+    GGUF_FORMATS,
+    STORAGE_CONFIGS,
+    DescribedWeights,
+    describe_weights,
+)
 from molink.checkpoint.model_task import ModelTask, TaskName
 from molink.errors import UsageError
 
@@ -79,6 +84,8 @@ class CatalogEntry:
         """
         raw = {**self.fields, **STORAGE_CONFIGS[self.format]}
         config = ModelConfig.parse_config(raw, f"{self.name} in the catalog")
+        if self.format in GGUF_FORMATS:
+            config = replace(config, mtp=None)  # published files lack it
         if self.task == "embed":
             return replace(config, task=ModelTask("embed"), tied_embeddings=False)
         return config

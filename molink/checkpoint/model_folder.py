@@ -233,7 +233,7 @@ def _check_mtp_modules(path: Path, config: ModelConfig, tensors: Iterable[str]) 
     stored = sum(config.mtp.is_stored(tensors, index) for index in range(config.draft_layers))
     if stored < config.draft_layers:
         raise BrokenModel(
-            f"{path / 'config.json'}: num_nextn_predict_layers is {config.draft_layers}, but the "
+            f"{path / 'config.json'}: {config.mtp.count_field} is {config.draft_layers}, but the "
             f"safetensors files have {stored} such layers"
         )
 

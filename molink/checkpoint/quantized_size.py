@@ -34,8 +34,8 @@ RATE_SUFFIXES = (
 HEAD_NORM_SUFFIXES = (".q_norm.weight", ".k_norm.weight")
 #: Latent attention (DeepSeek-V3) multiplies by parts of these weights, transposed.
 WIDE_SUFFIXES = (".kv_b_proj.weight", ".k_b_proj.weight", ".v_b_proj.weight")
-#: Prefixes of layers' tensor names; MiMo's MTP module has its own.
-LAYER_PREFIXES = ("model.layers.", "model.mtp_layers.")
+#: Prefixes of layers' tensor names; MTP modules of MiMo and of Qwen have their own.
+LAYER_PREFIXES = ("model.layers.", "model.mtp_layers.", "mtp.")
 _SCALE_BYTES = 4
 
 

@@ -81,6 +81,25 @@ def add_mtp(traits: FamilyTraits, fields: ConfigFields) -> FamilyTraits:
     return replace(traits, draft_layers=count, mtp=mtp)
 
 
+def add_qwen_mtp(traits: FamilyTraits, fields: ConfigFields) -> FamilyTraits:
+    """Add the MTP module of Qwen3-Next and Qwen3.5, which configs need not mention.
+
+    One with an embedding of its own is not used.
+    """
+    mtp = MtpShape(
+        prefix="mtp.",
+        layer="layers.0.",
+        count_field="mtp_num_hidden_layers",
+        token_norm="pre_fc_norm_embedding",
+        row_norm="pre_fc_norm_hidden",
+        projection="fc",
+        output_norm="norm",
+    )
+    count = fields.get_count(mtp.count_field, 1, _MAX_DRAFT_LAYERS)
+    is_used = count and not fields.get_boolean("mtp_use_dedicated_embeddings", False)
+    return replace(traits, draft_layers=count, mtp=mtp if is_used else None)
+
+
 def parse_softcap(fields: ConfigFields, name: str, default: float | None) -> float:
     """Parse the number that bounds scores or logits: ``default`` if absent, 0 if ``null``."""
     bound = fields.get_optional_number(name, default)

@@ -126,25 +126,38 @@ class MtpShape:
 
     A projection maps the norms of a token's embedding and of the row before that token to a row; it
     reads ``[row, embedding]`` if ``row_first``. A decoder layer, a norm and the model's output head
-    follow. Names of its tensors begin with ``prefix``.
+    follow. Names of its tensors begin with ``prefix``, those of its layer with ``prefix`` and
+    ``layer``; modules with a ``layer`` share the rest. The config's ``count_field`` is their
+    number.
     """
 
     prefix: str
+    layer: str = ""
+    count_field: str = "num_nextn_predict_layers"
     token_norm: str = "enorm"
     row_norm: str = "hnorm"
     projection: str = "eh_proj"
     output_norm: str = "shared_head.norm"
     row_first: bool = False
 
+    @property
+    def layer_prefix(self) -> str:
+        """Prefix of its layer's tensors."""
+        return self.prefix + self.layer
+
     def module_prefix(self, index: int) -> str:
-        """Return the prefix of the module ``index`` places after this one."""
-        names, number = self.prefix.removesuffix(".").rsplit(".", 1)
+        """Return the prefix of the module ``index`` places after this one, or of its layer."""
+        names, number = self.layer_prefix.removesuffix(".").rsplit(".", 1)
         return f"{names}.{int(number) + index}."
 
     def is_stored(self, names: Iterable[str], index: int = 0) -> bool:
-        """Whether tensors ``names`` include a module's projection."""
-        projection = f"{self.module_prefix(index)}{self.projection}."
-        return any(name.startswith(projection) for name in names)
+        """Whether tensors ``names`` include a module's projection, or the layer of a later module
+        that shares it.
+        """
+        begin = f"{self.module_prefix(index)}{self.projection}."
+        if self.layer:
+            begin = self.module_prefix(index) if index else f"{self.projection_name}."
+        return any(name.startswith(begin) for name in names)
 
     @property
     def norm_names(self) -> tuple[str, str, str]:
@@ -293,7 +306,7 @@ class FamilyTraits:
     def layer_prefix(self, layer: int) -> str:
         """Return the prefix of a layer's tensor names."""
         if self.mtp is not None and layer == len(self.windows):
-            return self.mtp.prefix
+            return self.mtp.layer_prefix
         return f"model.layers.{layer}."
 
     def scales_queries(self, layer: int) -> bool:

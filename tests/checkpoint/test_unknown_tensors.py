@@ -10,7 +10,7 @@ from safetensors.torch import load, save_file
 
 from molink.checkpoint.model_folder import INDEX_FILE, ModelFolder
 from molink.errors import BrokenModel
-from tests.support.models import MakeModel, add_draft_layer
+from tests.support.models import MakeModel, add_draft_layer, name_qwen_drafts
 
 
 def add(folder: Path, file: str, *names: str) -> None:
@@ -77,6 +77,24 @@ def test_the_last_stage_has_the_mtp_layer(
         edit_json(folder / "config.json", **fields)
         with pytest.raises(BrokenModel, match=refusal):
             ModelFolder.open(folder)
+
+
+def test_qwen_has_the_mtp_layer_that_its_config_need_not_mention(
+    make_model: MakeModel, tmp_path: Path, edit_json: Callable[..., None]
+) -> None:
+    folder = name_qwen_drafts(add_draft_layer(make_model(tmp_path, "qwen3_next", 0)))
+    names = ModelFolder.open(folder).stage_tensors(3, 4)
+    assert {"mtp.fc.weight", "mtp.norm.weight", "mtp.layers.0.self_attn.q_proj.weight"} < {*names}
+    for fields, has_mtp in (
+        ({"mtp_num_hidden_layers": 1}, True),
+        ({"mtp_num_hidden_layers": 0}, False),
+        ({"mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": True}, False),
+    ):
+        edit_json(folder / "config.json", **fields)
+        assert (ModelFolder.open(folder).config.mtp is not None) == has_mtp
+    edit_json(folder / "config.json", mtp_num_hidden_layers=2, mtp_use_dedicated_embeddings=False)
+    with pytest.raises(BrokenModel, match=r"mtp_num_hidden_layers is 2, but .* have 1"):
+        ModelFolder.open(folder)
 
 
 def test_mtp_layers_that_contradict_the_config(make_model: MakeModel, tmp_path: Path) -> None:

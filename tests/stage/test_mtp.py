@@ -14,9 +14,17 @@ from torch import Tensor, nn
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek
 from transformers.models.glm4_moe import modeling_glm4_moe as glm
 from transformers.models.qwen2 import modeling_qwen2 as qwen
+from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
+from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
 from molink.stage.batch import MtpInput, SequenceRows, StageInput
-from tests.support.models import MakeModel, add_draft_layer, make_mimo
+from tests.support.models import (
+    ADD_ONE,
+    MakeModel,
+    add_draft_layer,
+    make_mimo,
+    name_qwen_drafts,
+)
 from tests.support.stage import BLOCK_SIZE, Reference, Ring
 
 FAMILIES: dict[str, tuple[Any, Any]] = {
@@ -24,6 +32,9 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
     "deepseek_v3": (deepseek.DeepseekV3DecoderLayer, deepseek.DeepseekV3RotaryEmbedding),
     # MiMo's layer is one of Qwen2.
     "qwen2": (qwen.Qwen2DecoderLayer, qwen.Qwen2RotaryEmbedding),
+    # The layer has attention, as every fourth of the others.
+    "qwen3_next": (qwen3_next.Qwen3NextDecoderLayer, qwen3_next.Qwen3NextRotaryEmbedding),
+    "qwen3_5_text": (qwen3_5.Qwen3_5DecoderLayer, qwen3_5.Qwen3_5TextRotaryEmbedding),
 }
 PROMPT, STEPS = 21, 3
 BLOCKS = (5, 1, 6, 2, 9)
@@ -50,15 +61,20 @@ class PlainMtp:
             if name.startswith(prefix)
         }
         self.eps, self.row_first = config.rms_norm_eps, family == "qwen2"
-        # The layer's number decides whether it has experts; Qwen2's config doesn't know this layer.
-        self.layer = layer_kind(config, 0 if family == "qwen2" else number)
+        self.offset = float(family.startswith(ADD_ONE))
+        # The number decides whether a layer has experts or attention; configs of Qwen don't know
+        # this layer.
+        known = getattr(config, "layer_types", None)
+        if family.startswith("qwen"):
+            number = 0 if known is None else known.index("full_attention")
+        self.layer = layer_kind(config, number)
         self.layer.load_state_dict(_stack_experts(self.own, self.layer), strict=False)
         self.layer.eval()
         self.rope = rope_kind(config)
 
     def norm(self, rows: Tensor, name: str) -> Tensor:
         scaled = rows * torch.rsqrt(rows.pow(2).mean(-1, keepdim=True) + self.eps)
-        return scaled * self.own[f"{name}.weight"]
+        return scaled * (self.offset + self.own[f"{name}.weight"])
 
     @torch.inference_mode()
     def draft(self, tokens: Sequence[int], count: int) -> list[Tensor]:
@@ -124,6 +140,8 @@ def model(
     if request.param == "qwen2":
         # A copy, since the reference keeps the files mapped.
         folder = make_mimo(shutil.copytree(folder, place / "mimo"))
+    elif request.param.startswith("qwen3"):
+        folder = name_qwen_drafts(shutil.copytree(folder, place / "named"))
     return Model(folder, plain)
 
 
@@ -167,8 +185,11 @@ def test_logits_ahead(model: Model, splits: Sequence[int], chunk: int) -> None:
 
 def test_the_last_stage_has_kv_of_one_more_layer(model: Model) -> None:
     first, last = Ring(model.folder, (2,)).stages
+    (whole,) = Ring(model.folder).stages
     assert (first.has_mtp, last.has_mtp) == (False, True)
-    assert last.block_bytes(BLOCK_SIZE) == first.block_bytes(BLOCK_SIZE)
+    attended = [last.config.count_attention(stage.layers) for stage in (last, whole)]
+    each = whole.block_bytes(BLOCK_SIZE) // (attended[1] + 1)
+    assert last.block_bytes(BLOCK_SIZE) == each * (attended[0] + 1)
 
 
 def test_models_without_an_mtp_layer_predict_nothing(make_model: MakeModel, tmp_path: Path) -> None:

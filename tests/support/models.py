@@ -501,19 +501,23 @@ def _randomize_weights(model: Any, family: str) -> None:
             buffer.uniform_(0.5, 1.5)
 
 
-#: What MiMo calls the parts of such a layer.
+#: What MiMo and Qwen call the parts of such a layer.
 MIMO_NAMES = {
     "enorm": "token_layernorm",
     "hnorm": "hidden_layernorm",
     "eh_proj": "input_proj",
     "shared_head.norm": "final_layernorm",
 }
+QWEN_NAMES = {
+    "enorm": "pre_fc_norm_embedding",
+    "hnorm": "pre_fc_norm_hidden",
+    "eh_proj": "fc",
+    "shared_head.norm": "norm",
+}
 
 
 def make_mimo(folder: Path) -> Path:
     """Turn a small Qwen2 with such a layer into a MiMo."""
-    from safetensors.torch import load, save_file
-
     path = folder / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
     config |= {
@@ -522,15 +526,28 @@ def make_mimo(folder: Path) -> Path:
         "num_nextn_predict_layers": 1,
     }
     path.write_text(json.dumps(config), encoding="utf-8")
-    prefix, renamed = f"model.layers.{config['num_hidden_layers']}.", {}
+    return _rename_draft_layer(folder, MIMO_NAMES, "model.mtp_layers.0.", "")
+
+
+def name_qwen_drafts(folder: Path) -> Path:
+    """Name such a layer of a small Qwen3-Next or Qwen3.5 as released."""
+    return _rename_draft_layer(folder, QWEN_NAMES, "mtp.", "layers.0.")
+
+
+def _rename_draft_layer(folder: Path, names: Mapping[str, str], prefix: str, layer: str) -> Path:
+    """Move parts to ``prefix`` under their ``names``, others to ``layer`` below it."""
+    from safetensors.torch import load, save_file
+
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    old, renamed = f"model.layers.{config['num_hidden_layers']}.", {}
     for name, tensor in load((folder / "model.safetensors").read_bytes()).items():
-        inner = name.removeprefix(prefix)
+        inner = name.removeprefix(old)
         if inner == name:
             renamed[name] = tensor
         elif not inner.startswith(("embed_tokens", "shared_head.head")):
             module = inner.removesuffix(".weight")
-            inner = f"{MIMO_NAMES[module]}.weight" if module in MIMO_NAMES else inner
-            renamed[f"model.mtp_layers.0.{inner}"] = tensor
+            inner = f"{names[module]}.weight" if module in names else f"{layer}{inner}"
+            renamed[f"{prefix}{inner}"] = tensor
     save_file(renamed, folder / "model.safetensors", {"format": "pt"})
     return folder
 
@@ -538,14 +555,15 @@ def make_mimo(folder: Path) -> Path:
 def add_draft_layer(folder: Path) -> Path:
     """Add a random multi-token prediction layer to a small model of random weights.
 
-    It is like the last one, and named as in DeepSeek-V3 and GLM-4.5.
+    It is like the last one with attention, and named as in DeepSeek-V3 and GLM-4.5.
     """
     import torch
     from safetensors.torch import load, save_file
 
     tensors = load((folder / "model.safetensors").read_bytes())
     config = ModelConfig.load_folder(folder)
-    last, added = f"model.layers.{config.layers - 1}.", f"model.layers.{config.layers}."
+    attended = max(filter(config.has_attention, range(config.layers)))
+    last, added = f"model.layers.{attended}.", f"model.layers.{config.layers}."
     generator = torch.Generator().manual_seed(9)
 
     def shuffle(tensor: Any) -> Any:

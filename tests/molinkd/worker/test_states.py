@@ -25,8 +25,8 @@ from molink.wire.messages.data_plane import SamplingParams
 from molink.wire.messages.serving import OutputToken
 from molinkd.worker.request_table import RequestTable
 from molinkd.worker.step import run_step
-from tests.molinkd.worker.test_speculation import Known
-from tests.support.models import MakeModel
+from tests.molinkd.worker.test_speculation import LAST_STAGE, STAGE, Known, NoDrafts
+from tests.support.models import MakeModel, add_draft_layer, name_qwen_drafts
 from tests.support.request_states import make_state
 from tests.support.rings import Stages, VirtualRing, WholeLink
 from tests.support.stage import Reference
@@ -310,6 +310,35 @@ def test_drafts_change_no_answer(
         assert any(served.cached[f"b{key}"] for key in prompts)
     else:
         assert counters["scheduler_preemptions_total"]
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_text"])
+def test_mtp_drafts_change_no_answer(
+    make_model: MakeModel,
+    tmp_path: Path,
+    prompts: Prompts,
+    family: str,
+    sampling: SamplingParams,
+) -> None:
+    folder = name_qwen_drafts(add_draft_layer(make_model(tmp_path, family, 3)))
+    opened = ModelFolder.open(folder)
+    stages = [Stage.load_layers(opened, layers, "cpu", "f32") for layers in SPLITS]
+    assert stages[-1].has_mtp
+    plain = States(stages, sampling=sampling)
+    plain.submit(prompts)
+    expected = plain.finish()
+    served = States(
+        stages,
+        NoDrafts,
+        sampling,
+        num_speculative_tokens=3,
+        profiles=(STAGE, STAGE, LAST_STAGE),
+    )
+    served.submit(prompts)
+    assert served.finish() == expected
+    drafted = served.scheduler.collect_stats()[0]["scheduler_draft_tokens_total"]
+    assert drafted > 5 * ANSWER
 
 
 def test_a_chat_with_drafts_is_continued_from_its_state(
