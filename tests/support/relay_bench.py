@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
-from molink.wire.messages.relay import OpenRelay, RelayedRoute
+from molink.wire.messages.relay import PEER_ARRIVED, OpenRelay, RelayedRoute
 from molinkd.peer.membership.relay_server import RelayServer
 from molinkd.peer.membership.relayed_routes import RelayedRoutes, RouteEvents
 from molinkd.splice import CHUNK_BYTES, Stream
@@ -102,6 +102,51 @@ class Bench:
         if self.server is not None:
             self.server.close()
             await self.server.wait_closed()
+
+
+class EagerServer:
+    """A relay or rendezvous that claims at once that the other end has come."""
+
+    def __init__(self, sends: int, reads: int, then: bytes | None = None) -> None:
+        """It ``sends`` bytes of a nonce and ``reads`` a proof.
+
+        Then it sends ``then`` and holds the connection, or closes it without.
+        """
+        self._sends, self._reads, self._then = sends, reads, then
+        self.num_answers = 0
+        self._streams: list[Stream] = []
+
+    async def start(self) -> int:
+        """Listen; returns the port."""
+        self._server = await asyncio.start_server(self._answer, "127.0.0.1", 0)
+        self._port = int(self._server.sockets[0].getsockname()[1])
+        return self._port
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._streams.append((reader, writer))
+        writer.write(bytes(self._sends))
+        with suppress(OSError, EOFError):
+            await reader.readexactly(self._reads)
+            self.num_answers += 1
+            writer.write(PEER_ARRIVED + (self._then or b""))
+            await writer.drain()
+        if self._then is None:
+            writer.close()
+
+    async def visit(self, times: int) -> None:
+        """Connect one after the other, which takes long enough to see others' connections."""
+        for _ in range(times):
+            reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
+            await reader.readexactly(self._sends)
+            writer.transport.abort()
+
+    async def close(self) -> None:
+        """Close all connections."""
+        self._server.close()
+        for _, writer in self._streams:
+            writer.transport.abort()
+        await self._server.wait_closed()
+        await asyncio.sleep(0)
 
 
 @asynccontextmanager

@@ -32,6 +32,7 @@ JOINED, NOBODY = b"\x01", b"\x00"
 COORDINATOR, CONTROL = b"\x01", b"\x02"
 
 _PURPOSE = b"rendezvous:"
+_PEER_ID = re.compile(r"[0-9a-f]{16}")
 _SECRET = re.compile(r"[A-Za-z0-9_-]{22}")
 _PLACE = re.compile(
     r"(?P<host>[A-Za-z0-9._-]{1,200}|\[[0-9A-Fa-f:.]{2,45}\])(?::(?P<port>\d{1,5}))?"
@@ -112,7 +113,7 @@ def session_of_peer(peer: str) -> int:
     Raises:
         ValueError: ``peer`` is not a peer's id.
     """
-    if len(peer) != 16:
+    if _PEER_ID.fullmatch(peer) is None:
         raise ValueError(f"{peer!r} is not a peer's id")
     return int(peer, 16)
 

@@ -56,11 +56,11 @@ async def is_refused(address: str) -> bool:
 
 
 async def _refused_once(address: str) -> bool:
-    target = urlsplit(address)
-    if target.hostname is None or target.port is None:
-        return False
     loop = asyncio.get_running_loop()
     try:
+        target = urlsplit(address)
+        if target.hostname is None or target.port is None:
+            return False
         family = socket.AF_INET6 if ":" in target.hostname else socket.AF_INET
         with socket.socket(family, socket.SOCK_STREAM) as tried:
             tried.setblocking(False)
@@ -68,7 +68,7 @@ async def _refused_once(address: str) -> bool:
                 await loop.sock_connect(tried, (target.hostname, target.port))
     except ConnectionRefusedError:
         return True
-    except (OSError, TimeoutError):
+    except (OSError, ValueError):  # ValueError: an address of nonsense that a peer has reported
         return False
     return False
 

@@ -13,6 +13,7 @@ from molink.wire.messages.control_plane import DoneReply, ErrorReply
 from molink.wire.messages.serving import Cancel, PromptFragment
 from molink.wire.sockets import server as server_module
 from molink.wire.sockets.client import Client, is_refused
+from molink.wire.sockets.create_socket import endpoints
 from molink.wire.sockets.key_pair import KeyPair
 from molink.wire.sockets.server import MessageSender
 from molink.wire.sockets.unread_bytes import BacklogLimits, UnreadBytes
@@ -347,3 +348,9 @@ async def test_new_connection_starts_with_an_empty_queue(net: Any) -> None:
     assert not client.is_congested
     client.send(PromptFragment("k", 1, payload), data)
     await net.until(lambda: got[-1:] == [1])
+
+
+@pytest.mark.parametrize("host", ["[", "]", "[x]", "a]:b[", "a..b", "x" * 64, "x\x00", "a;b", ""])
+async def test_an_address_of_nonsense_refuses_nothing(host: str) -> None:
+    """A hostile member may report it as its own."""
+    assert not await is_refused(endpoints((host,), 9)[0])

@@ -3,10 +3,12 @@
 import asyncio
 import logging
 import socket
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 from molink.errors import MolinkError
+from molink.util.token_bucket import TokenBucket
 from molink.wire.messages.relay import ADDRESS_BYTES, PEER_ARRIVED, Address, decode_address
 from molinkd.peer.membership.hole_punching import connect_shared
 from molinkd.splice import Stream, open_stream
@@ -33,16 +35,24 @@ async def connect_any(hosts: Sequence[str], port: int) -> Stream:
                 return await open_stream(await connect_shared(host, port))
         except OSError as error:  # includes TimeoutError
             failure = error
+        except ValueError:  # a peer's report of nonsense
+            failure = ConnectionError("the relay has an address that is none")
     raise failure
 
 
-async def await_other_end(connect: Callable[[], Awaitable[Stream]]) -> Stream:
+async def await_other_end(
+    connect: Callable[[], Awaitable[Stream]], attempts: TokenBucket
+) -> Stream:
     """A connection made by ``connect()``, once the other end has joined it.
+
+    ``attempts`` bounds the rate of calls: a relay may claim at once that the other end has come.
 
     Raises:
         TimeoutError: The other end has not joined.
         OSError, EOFError: The relay is unreachable or rejects us.
     """
+    await asyncio.sleep(attempts.wait_time(time.monotonic()))
+    attempts.take_token()
     try:
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
             stream = await connect()

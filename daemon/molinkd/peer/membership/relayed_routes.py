@@ -66,6 +66,9 @@ log = logging.getLogger(__name__)
 _AGAIN_S, _TRIES = 2.0, 60
 #: Maximum number of routes, and of connections per route.
 MAX_ROUTES, MAX_CONNECTIONS = 64, 16
+#: Connections that the waiting end serves per route, since those that end take some seconds, and
+#: at which rate it goes to the relay.
+MAX_SERVED, WAIT_LIMIT = 2 * MAX_CONNECTIONS, RateLimit(burst=64, per_second=10.0)
 #: Connections that a relay may lose; beyond that it is reported.
 LOSS_LIMIT = RateLimit(burst=3, per_second=0.05)
 #: Virtual ports: of a connection that is only measured, and of one to which another moves.
@@ -395,10 +398,10 @@ class RelayedRoutes:
 
     async def _wait_at_relay(self, relayed_route: RelayedRoute) -> None:
         """Keep one connection waiting at the relay."""
-        tries = 0
+        tries, attempts = 0, TokenBucket(WAIT_LIMIT, time.monotonic())
         while tries < _TRIES:
             try:
-                stream = await await_other_end(lambda: _connect_relay(relayed_route))
+                stream = await await_other_end(lambda: _connect_relay(relayed_route), attempts)
             except TimeoutError:
                 continue  # replace the idle connection
             except (OSError, EOFError) as error:
@@ -407,6 +410,9 @@ class RelayedRoutes:
                 await asyncio.sleep(_AGAIN_S)
                 continue
             tries = 0
+            if len(self._tasks[relayed_route.id]) > MAX_SERVED:  # this task is one of them
+                stream[1].transport.abort()
+                continue
             self._spawn(relayed_route.id, self._serve_connection(relayed_route, stream))
         log.warning("can't reach the relay for %s any more", relayed_route.peer)
 

@@ -8,11 +8,13 @@ connects to that port gains access.
 import asyncio
 import logging
 import socket
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from molink.errors import Unavailable
 from molink.facts.identity import derive_peer_id
+from molink.util.token_bucket import RateLimit, TokenBucket
 from molink.wire.messages.relay import NONCE_BYTES
 from molink.wire.messages.rendezvous import (
     COORDINATOR,
@@ -61,6 +63,10 @@ _OTHER_FAMILY_DELAY_S = 0.25
 _FAILURE_PAUSE_S = 0.5
 #: Calls at once, and those that this PC answers at once: more than a rendezvous joins with it.
 _MAX_CALLS, _MAX_ANSWERED = 64, 160
+#: Rate of registrations: one per call, and many at once when all PCs look for the next leader.
+REGISTER_LIMIT = RateLimit(burst=160, per_second=50.0)
+#: Local ports of calls: more than two sockets of each peer of a large swarm.
+MAX_LISTENERS = 256
 _BACKLOG = 16
 
 
@@ -82,8 +88,8 @@ class RendezvousClient:
         self._signer, self._me = keys.signer, derive_peer_id(keys.public)
         self._host = host
         self._find_port: Callable[[bytes], int] = lambda _: 0
-        #: Local listeners by peer and socket.
-        self._listeners: dict[tuple[str, bytes], socket.socket] = {}
+        #: Local listeners with their tasks by peer and socket, the last used last.
+        self._listeners: dict[tuple[str, bytes], tuple[socket.socket, asyncio.Task[Any]]] = {}
         self._accepting: set[asyncio.Task[Any]] = set()
         self._calls: set[asyncio.Task[Any]] = set()
         self._answered: set[asyncio.Task[Any]] = set()
@@ -99,6 +105,7 @@ class RendezvousClient:
     def start(self, find_port: Callable[[bytes], int]) -> None:
         """Register and answer calls; ``find_port()`` returns a socket's port, or 0."""
         self._find_port = find_port
+        self._attempts = TokenBucket(REGISTER_LIMIT, time.monotonic())
         spawn_in(self._registering, self._keep_registered(), "molink-rendezvous")
         for _ in range(MAX_WAITING - 1):
             spawn_in(self._registering, self._keep_more_waiting(), "molink-rendezvous")
@@ -114,18 +121,28 @@ class RendezvousClient:
         """The local endpoint of a peer's socket; empty if there can't be one."""
         if peer in ("", self._me):
             return ""
-        listener = self._listeners.get((peer, wanted))
-        if listener is None:
+        found = self._listeners.pop((peer, wanted), None)
+        if found is None:
             try:
                 session_of_peer(peer)
                 listener = listen_on_free_port(LOOPBACK, 0, 1, _BACKLOG)
             except (OSError, ValueError) as error:
-                log.warning("can't call %s: %s", peer, error)
+                log.warning("can't call a peer: %s", error)
                 return ""
-            self._listeners[peer, wanted] = listener
             accepting = accept_local(listener, lambda one: self._on_local(one, peer, wanted))
-            close_after(spawn_in(self._accepting, accepting, "molink-call"), listener)
-        return f"tcp://{LOOPBACK}:{listener.getsockname()[1]}"
+            found = listener, spawn_in(self._accepting, accepting, "molink-call")
+            close_after(found[1], listener)
+        if len(self._listeners) >= MAX_LISTENERS:
+            self._drop_oldest()
+        self._listeners[peer, wanted] = found
+        return f"tcp://{LOOPBACK}:{found[0].getsockname()[1]}"
+
+    def _drop_oldest(self) -> None:
+        """Close the port that was not asked for longest: its peer may be gone."""
+        oldest = next(iter(self._listeners))
+        self._listeners.pop(oldest)[1].cancel()
+        self._failures.pop(oldest[0], None)
+        self._called_only.discard(oldest[0])
 
     def add_endpoint(self, endpoints: Sequence[str], peer: str, wanted: bytes) -> tuple[str, ...]:
         """A peer's ``endpoints`` with that of a call: first if it was last reached by a call."""
@@ -214,12 +231,15 @@ class RendezvousClient:
         Raises:
             OSError: It is unreachable.
         """
-        reader, writer = await asyncio.open_connection(
-            self.address.host,
-            self.address.port,
-            limit=CHUNK_BYTES,
-            happy_eyeballs_delay=_OTHER_FAMILY_DELAY_S,
-        )
+        try:
+            reader, writer = await asyncio.open_connection(
+                self.address.host,
+                self.address.port,
+                limit=CHUNK_BYTES,
+                happy_eyeballs_delay=_OTHER_FAMILY_DELAY_S,
+            )
+        except UnicodeError as error:  # a token of nonsense
+            raise socket.gaierror(socket.EAI_NONAME, "not a host name") from error
         keep_alive(writer.get_extra_info("socket"))
         return reader, writer
 
@@ -245,7 +265,7 @@ class RendezvousClient:
         failures = 0
         while True:
             try:
-                stream = await await_other_end(self._register)
+                stream = await await_other_end(self._register, self._attempts)
             except TimeoutError:
                 continue  # replace the idle connection
             except (OSError, EOFError) as error:
@@ -265,7 +285,7 @@ class RendezvousClient:
         while True:
             if self.is_registered and self._find_port(COORDINATOR):
                 try:
-                    self._spawn_answer(await await_other_end(self._register))
+                    self._spawn_answer(await await_other_end(self._register, self._attempts))
                     continue
                 except TimeoutError:
                     continue  # replace the idle connection

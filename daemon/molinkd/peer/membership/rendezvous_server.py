@@ -11,12 +11,13 @@ import asyncio
 import logging
 import secrets
 import socket
+import time
 from collections import deque
 from typing import Any
 
 from molink.errors import PortInUse, WireError
 from molink.util.connection_slots import ConnectionSlots
-from molink.util.token_bucket import RateLimit
+from molink.util.token_bucket import RateLimit, TokenBucket
 from molink.wire.messages.relay import (
     NONCE_BYTES,
     PEER_ARRIVED,
@@ -55,6 +56,8 @@ UNUSED_TIMEOUT_S = 60.0
 #: Distinguishes sessions of peers from those of routes.
 _PEERS = 1 << 64
 _BACKLOG = 512
+#: Peers whose coming and going is logged; that of others is for debugging.
+LOG_LIMIT = RateLimit(burst=128, per_second=0.5)
 _MAX_END_ADDRESSES = 32
 
 
@@ -70,6 +73,7 @@ class RendezvousServer(MeetingServer):
         #: Sessions by the address that has opened them.
         self._opened = ConnectionSlots[int](MAX_SESSIONS, MAX_SESSIONS)
         self._releasing: set[asyncio.Task[Any]] = set()
+        self._log_lines = TokenBucket(LOG_LIMIT, time.monotonic())
 
     def listen(self, host: str, port: int) -> int:
         """Listen on ``host`` (empty: everywhere) and return the port.
@@ -143,13 +147,18 @@ class RendezvousServer(MeetingServer):
         self._sessions[id] = RelaySession(self._now(), ends)
         if id & _PEERS:
             self._callers[id] = ConnectionSlots(MAX_CALLERS, MAX_CALLERS)
-            log.info("peer %016x has registered from %s", id ^ _PEERS, address)
+            self._log_peer("peer %016x has registered from %s", id ^ _PEERS, address)
 
     def _close_session(self, id: int) -> None:
         self._opened.release(id)
         if self._callers.pop(id, None) is not None:
-            log.info("peer %016x is gone", id ^ _PEERS)
+            self._log_peer("peer %016x is gone", id ^ _PEERS)
         super()._close_session(id)
+
+    def _log_peer(self, text: str, *values: object) -> None:
+        """Log what peers do, at a bounded rate: whoever has the secret may invent peers."""
+        is_logged = self._log_lines.try_take(time.monotonic())
+        log.log(logging.INFO if is_logged else logging.DEBUG, text, *values)
 
     async def _join_ends(self, session: RelaySession, stream: Stream, claim: Claim) -> None:
         if claim != "calls":

@@ -164,6 +164,21 @@ async def test_a_moved_peer_is_queried_at_discovered_addresses(net: Net, tmp_pat
     await leadership.close()
 
 
+@pytest.mark.parametrize("addresses", [("[",), ("[", "a..b", "[x]"), ("x" * 64, "127.0.0.1")])
+async def test_a_peer_with_addresses_of_nonsense_delays_no_election(
+    net: Net, tmp_path: Path, addresses: tuple[str, ...]
+) -> None:
+    """It counts as one that doesn't answer, or answers at the address that is one."""
+    other = Other(net)
+    other.may_answer.set()
+    leadership = make(net, tmp_path, other, addresses=addresses)
+    if "127.0.0.1" in addresses:
+        await net.until(lambda: other.asked)
+    else:
+        await net.until(lambda: leadership.has_missing_peers)
+    await leadership.close()
+
+
 async def test_a_query_of_another_swarm_is_rejected(net: Net, tmp_path: Path) -> None:
     leadership = make(net, tmp_path, Other(net))
     with pytest.raises(NotAuthorized, match="not belong to swarm x"):

@@ -504,3 +504,8 @@ async def test_a_probe_during_a_suspension_is_repeated(
     assert len(tries) == 2
     assert not await module.can_connect(*given)
     assert len(tries) == 3
+
+
+async def test_addresses_of_nonsense_are_unreachable() -> None:
+    """A hostile member may report them as its own."""
+    assert await module.measure_latency(["[", "a..b", "x" * 64, "x\x00"], 9) is None

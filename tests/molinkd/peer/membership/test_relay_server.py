@@ -18,6 +18,7 @@ from molink.wire.messages.relay import (
     NONCE_BYTES,
     PEER_ARRIVED,
     PORT_BYTES,
+    PROOF_BYTES,
     RECORD_LENGTH,
     SIGN_BYTES,
     STREAM_NONCE_BYTES,
@@ -43,7 +44,15 @@ from molinkd.peer.membership.relayed_routes import RelayedRoutes, RouteEvents
 from molinkd.splice import CHUNK_BYTES, Stream
 from molinkd.tasks import cancel_tasks
 from tests.support.net import Flood, until
-from tests.support.relay_bench import END_SECRET, ID, SECRET, Bench, ended, open_bench
+from tests.support.relay_bench import (
+    END_SECRET,
+    ID,
+    SECRET,
+    Bench,
+    EagerServer,
+    ended,
+    open_bench,
+)
 
 
 @pytest.fixture
@@ -319,6 +328,20 @@ async def test_an_unreachable_relay_is_retried_slowly(
     assert await bench.dialling.measure_latency("b") is None
 
 
+async def test_a_relay_with_addresses_of_nonsense_is_unreachable(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(ends, "_AGAIN_S", 0.01)
+    monkeypatch.setattr(ends, "_TRIES", 3)
+    reported = {"id": ID, "secret": SECRET, "end_secret": END_SECRET, "port": 1}
+    addresses = ("a..b", "x" * 64, "x\x00")
+    bench.waiting.on_message(RelayedRoute(peer="a", role="waits", addresses=addresses, **reported))
+    bench.dialling.on_message(RelayedRoute(peer="b", role="dials", addresses=addresses, **reported))
+    await until(lambda: not bench.waiting._tasks[ID])
+    assert await ended(await bench.dial(80)) == b""
+    assert not [one for one in caplog.records if one.levelname == "ERROR"]
+
+
 async def test_relayed_routes_are_bounded(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ends, "MAX_ROUTES", 1)
     bench.open()
@@ -338,6 +361,32 @@ async def test_relayed_routes_are_bounded(bench: Bench, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(ends, "listen_on_free_port", full)
     assert bench.dialling.local_endpoint("b", 2) == ""
+
+
+@pytest.mark.parametrize("then", [None, bytes(2 * ADDRESS_BYTES)], ids=["closes", "holds"])
+async def test_a_relay_that_announces_ends_without_end(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, then: bytes | None
+) -> None:
+    """The waiting end serves so many connections, and comes back at a bounded rate."""
+    monkeypatch.setattr(ends, "WAIT_LIMIT", RateLimit(burst=8, per_second=1e-6))
+    monkeypatch.setattr(ends, "MAX_SERVED", 3)
+    relay = EagerServer(NONCE_BYTES, PROOF_BYTES, then)
+    route = RelayedRoute(
+        id=ID,
+        peer="a",
+        role="waits",
+        secret=SECRET,
+        end_secret=END_SECRET,
+        addresses=("127.0.0.1",),
+        port=await relay.start(),
+    )
+    bench.waiting.on_message(route)
+    await until(lambda: relay.num_answers == 8)
+    await relay.visit(8)
+    assert relay.num_answers == 8
+    assert len(bench.waiting._tasks[ID]) <= 1 + 3
+    await bench.waiting.close()
+    await relay.close()
 
 
 async def test_abandoned_relays_are_closed(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

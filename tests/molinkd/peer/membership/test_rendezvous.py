@@ -8,6 +8,7 @@ import pytest
 
 from molink.errors import MolinkError
 from molink.facts.identity import derive_peer_id
+from molink.util.token_bucket import RateLimit
 from molink.wire.messages.admin import StatusReply, StatusRequest
 from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import control_codec
@@ -42,6 +43,7 @@ from molinkd.peer.membership.rendezvous_server import RendezvousServer
 from molinkd.splice import CHUNK_BYTES, Stream
 from molinkd.tasks import cancel_tasks
 from tests.support.net import Flood, Net, until
+from tests.support.relay_bench import EagerServer
 
 SECRET = b"s" * 16
 #: Names of tasks that end with the rendezvous and its clients.
@@ -384,7 +386,93 @@ async def test_connections_are_bounded(bench: Bench, monkeypatch: pytest.MonkeyP
     assert await talk(await bench.call()) == b"L"
 
 
+async def test_invented_peers_fill_no_log(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "LOG_LIMIT", RateLimit(burst=3, per_second=1e-6))
+    await bench.server.close()
+    bench.server = RendezvousServer(SECRET)
+    bench.server.listen("127.0.0.1", bench.port)
+    caplog.set_level("DEBUG", module.__name__)
+    for _ in range(8):
+        keys = KeyPair.generate()
+        stream, nonce = await bench.visit()
+        stream[1].write(register_as(derive_peer_id(keys.public), keys, nonce))
+    await until(lambda: bench.server.num_peers == 8)
+    lines = [one.levelname for one in caplog.records if "has registered" in one.message]
+    assert lines == ["INFO"] * 3 + ["DEBUG"] * 5
+
+
 # --- a hostile rendezvous ---------------------------------------------------------------------
+
+
+async def test_a_rendezvous_that_joins_nobody_is_not_called_endlessly(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It claims with each registration that a caller has come, and leaves."""
+    monkeypatch.setattr(client_module, "REGISTER_LIMIT", RateLimit(burst=4, per_second=1e-6))
+    server = EagerServer(NONCE_BYTES, PROOF_BYTES + REGISTRATION_BYTES)
+    address = RendezvousAddress(SECRET, "127.0.0.1", await server.start())
+    client = RendezvousClient(address, KeyPair.generate(), "127.0.0.1")
+    client.start(lambda _: 0)
+    await until(lambda: server.num_answers == 4)
+    await server.visit(8)
+    assert server.num_answers == 4
+    await client.close()
+    await server.close()
+
+
+@pytest.mark.parametrize("host", ["a..b", "x" * 64])
+async def test_a_rendezvous_whose_name_is_none_is_reported(
+    monkeypatch: pytest.MonkeyPatch, host: str
+) -> None:
+    """A hostile token names it."""
+    monkeypatch.setattr(client_module, "_RETRY_S", (0.001,))
+    address = RendezvousAddress.parse(f"{'s' * 22}@{host}")
+    client = RendezvousClient(address, KeyPair.generate(), "127.0.0.1")
+    problems: list[str] = []
+    client.on_problem = problems.append
+    client.start(lambda _: 0)
+    await until(lambda: problems)
+    assert problems == [f"the rendezvous {host}:5464 has an unknown name"]
+    await client.close()
+
+
+async def test_ports_of_calls_are_bounded(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Peers come and go; a port that isn't used any more is closed, one in use stays."""
+    monkeypatch.setattr(client_module, "MAX_LISTENERS", 3)
+    await bench.register()
+    used = bench.caller.local_endpoint(bench.peer, COORDINATOR)
+    gone = bench.caller.local_endpoint(f"{1:016x}", CONTROL)
+    for peer in range(2, 12):
+        assert bench.caller.local_endpoint(f"{peer:016x}", CONTROL)
+        assert bench.caller.local_endpoint(bench.peer, COORDINATOR) == used
+    await until(lambda: len(bench.caller._accepting) == 3)
+    assert await talk(await bench.call()) == b"L"
+    with pytest.raises(ConnectionRefusedError):
+        await bench.connect(int(gone.rpartition(":")[2]))
+
+
+@pytest.mark.parametrize(
+    "peer",
+    [
+        "-123456789abcdef",
+        " 123456789abcdef",
+        "0x23456789abcdef",
+        "1_23456789abcdef",
+        "123456789ABCDEF0",
+        "\x1b[2J0123456789ab",
+        "1" * 17,
+        "\u0661" * 16,
+    ],
+)
+def test_a_leader_of_nonsense_is_not_called(caplog: pytest.LogCaptureFixture, peer: str) -> None:
+    """A hostile token names it."""
+    address = RendezvousAddress(SECRET, "127.0.0.1", 1)
+    caller = RendezvousClient(address, KeyPair.generate(), "127.0.0.1")
+    assert caller.local_endpoint(peer, COORDINATOR) == ""
+    assert [one.message.isprintable() for one in caplog.records] == [True]
+
 
 #: How a hostile rendezvous passes on a chunk.
 Pass = Callable[[bytes, asyncio.StreamWriter], None]
