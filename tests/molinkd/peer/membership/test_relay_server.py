@@ -367,7 +367,7 @@ async def test_relayed_routes_are_bounded(bench: Bench, monkeypatch: pytest.Monk
 async def test_a_relay_that_announces_ends_without_end(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, then: bytes | None
 ) -> None:
-    """The waiting end serves so many connections, and comes back at a bounded rate."""
+    """The waiting end bounds its connections, and the rate at which it comes back."""
     monkeypatch.setattr(ends, "WAIT_LIMIT", RateLimit(burst=8, per_second=1e-6))
     monkeypatch.setattr(ends, "MAX_SERVED", 3)
     relay = EagerServer(NONCE_BYTES, PROOF_BYTES, then)
