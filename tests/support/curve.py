@@ -283,7 +283,7 @@ class RawServer:
             wire = Wire(self._listener.accept()[0])
             try:
                 return self._shake(wire)
-            except Refused:
+            except (Refused, OSError):  # a client that has given up meanwhile dials again
                 wire.close()
 
     def _shake(self, wire: Wire) -> Wire:
