@@ -30,6 +30,7 @@ from molink.facts.memory_plan import plan_memory
 from molink.facts.model import BLOCK_SIZE, Quantize
 from molink.stage.batch import SequenceRows, StageInput
 from molink.stage.diagnostics.stage_passes import StagePasses
+from molink.stage.sampling.create import create_draws
 from molink.stage.sampling.logits_processors import SampleRow
 from molink.stage.sampling.sampler import sample_tokens
 from molink.stage.stage import Stage
@@ -132,6 +133,7 @@ def measure_steps(
 def measure_waits(card: Card) -> list[dict[str, Any]]:
     """Measure sampling of 1 and 16 rows."""
     generator, found = torch.Generator().manual_seed(0), []
+    draw_rows = create_draws(card.device)
     fall = -_STEEPNESS * torch.arange(1, _VOCABULARY + 1).log()
     for count in (1, 16):
         each = [fall[torch.randperm(_VOCABULARY, generator=generator)] for _ in range(count)]
@@ -140,7 +142,7 @@ def measure_waits(card: Card) -> list[dict[str, Any]]:
             rows = [SampleRow(sampling, position) for position in range(count)]
 
             def draw(rows: list[SampleRow] = rows, logits: Tensor = logits) -> object:
-                return sample_tokens(logits, rows)
+                return sample_tokens(logits, rows, draw_rows=draw_rows)
 
             draw()
             waits, taken = _count_waits(draw), card.milliseconds(draw)

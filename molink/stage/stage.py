@@ -40,6 +40,7 @@ from molink.stage.kv_pool import KVPool, block_bytes
 from molink.stage.layer_heads import LayerHeads
 from molink.stage.layer_pass import LayerPass, LocatedRows, create_ropes
 from molink.stage.mixed_kv_pool import AnyKVPool, MixedKVPool
+from molink.stage.sampling.create import create_draws
 from molink.stage.state_pool import StatePool, slot_bytes
 from molink.stage.torch_dtypes import TORCH_DTYPES, choose_dtype, choose_wire_dtype
 
@@ -82,6 +83,9 @@ class Stage:
         with torch.inference_mode():
             self._ropes = create_ropes(config, self._dtype, device)
         self._heads = LayerHeads.from_config(config, layers)
+        has_logits = decoder.norm is not None and config.has_output_head
+        #: Draws tokens from the last stage's logits in one launch; ``None`` if torch must.
+        self.draw_rows = create_draws(device, disabled_kernels) if has_logits else None
         self._pool: AnyKVPool | None = None
         self._layer_pass: LayerPass | None = None
         self._graphs: DecodeGraphs | None = None

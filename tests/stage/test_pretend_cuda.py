@@ -36,7 +36,7 @@ def test_stages_and_trials_on_a_pretend_card(make_model: MakeModel, tmp_path: Pa
     # As on an RTX 20, float16 has no flash kernel; Triton compiles nothing for a fake card.
     wrong = [one for one in trials if one["state"] == "wrong"]
     absent = {(one["kernel"], one["dtype"]) for one in trials if one["state"] == "absent"}
-    kernels = "compiled-rows", "gguf-blocks", "triton-attention"
+    kernels = "compiled-rows", "compiled-sampling", "gguf-blocks", "triton-attention"
     no_triton = {(kernel, dtype) for kernel in kernels for dtype in ("bf16", "f16")}
     assert (wrong, absent) == ([], {("flash-attention", "f16"), *no_triton})
     sampled = [line["sampling"] for line in lines if "sampling" in line]

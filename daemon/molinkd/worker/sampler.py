@@ -14,6 +14,7 @@ from molink.facts.drafts import MAX_DRAFTS
 from molink.ring.step import StepInput, StepOutput
 from molink.stage.batch import StageOutput
 from molink.stage.device_copy import download_tensors
+from molink.stage.sampling.compiled_draws import DrawRows
 from molink.stage.sampling.draft_verification import accept_tokens, find_certain_tokens, sample_rows
 from molink.stage.sampling.sampler import SampledToken, sample_tokens
 from molink.wire.messages.base import Payload
@@ -84,9 +85,11 @@ def sample_step(
     requests: RequestTable,
     wanted: Sequence[SampledSlice],
     output: StageOutput,
+    draw_rows: DrawRows | None = None,
 ) -> list[StepOutput]:
     """Sample tokens for all ``wanted`` slices from logits ``[n, vocab_size]``.
 
+    ``draw_rows`` is the stage's.
     Failed requests are reported regardless of their logits.
     """
     inputs = []
@@ -98,7 +101,7 @@ def sample_step(
         )
         certain = one.certain_tokens or (-1,) * len(rows)
         inputs += [row for row, token in zip(rows, certain, strict=True) if token < 0]
-    drawn = iter(sample_tokens(output.rows, inputs, output.greedy))
+    drawn = iter(sample_tokens(output.rows, inputs, output.greedy, draw_rows))
     found = {id(one.request_slice): _accept_tokens(one, drawn) for one in wanted}
     return _make_results(step_inputs, requests, found)
 

@@ -68,7 +68,7 @@ def run_step(
     if stage.is_last and not stage.config.has_output_head:
         return pool_step(step_inputs, requests, wanted, output.rows)
     if stage.is_last:
-        results = sample_step(step_inputs, requests, wanted, output)
+        results = sample_step(step_inputs, requests, wanted, output, stage.draw_rows)
         if output.normed is None:
             return results
         return add_mtp_drafts(stage, requests, step_inputs, output.normed, results)

@@ -41,7 +41,7 @@ from molink.stage.torch_dtypes import choose_dtype
 log = logging.getLogger(__name__)
 
 #: Version of the trials; increment it with every change.
-_FORMAT_VERSION = 10
+_FORMAT_VERSION = 11
 _MAX_BYTES, _MAX_RESULTS = 1 << 19, 512
 #: Starts without a result after which a trial is assumed to crash the process.
 _MAX_STARTS = 2

@@ -70,6 +70,7 @@ from molink.stage.linear.quantized import (
     relative_error,
 )
 from molink.stage.out_of_memory import empty_device_cache, is_out_of_memory
+from molink.stage.sampling.create import DRAWS_TOLERANCE, draws_error
 from molink.stage.torch_dtypes import TORCH_DTYPES, supports_bf16
 
 if TYPE_CHECKING:
@@ -185,7 +186,11 @@ def kernel_chains(
             made.append((_experts_trial(shapes, dtype, quantize, device),))
         error = partial(_fused_rows_error, shapes, computed, device)
         fused = KernelTrial("compiled-rows", dtype, rounding, error)
-        return (*made, (plain,), (fused, torch_rows), _attention_chain(shapes, dtype, device))
+        draws = KernelTrial(
+            "compiled-sampling", dtype, DRAWS_TOLERANCE, partial(_draws_error, device)
+        )
+        chains = (*made, (plain,), (fused, torch_rows), (draws,))
+        return (*chains, _attention_chain(shapes, dtype, device))
     threads = torch.get_num_threads()
     packed = (KernelTrial("packed-linear", dtype, rounding, product(_create_packed)),)
     rows = KernelTrial(
@@ -511,6 +516,13 @@ def _fused_rows_error(shapes: TrialShapes, dtype: torch.dtype, device: torch.dev
     from molink.stage.decoder.fused_check import fused_rows_error
 
     return fused_rows_error(shapes, dtype, device)
+
+
+def _draws_error(device: torch.device) -> float:
+    problem = find_triton_problem()
+    if problem:
+        raise _KernelAbsent(f"Triton can't be used: {problem}")
+    return draws_error(device)
 
 
 def _torch_rows_error(shapes: TrialShapes, dtype: torch.dtype, device: torch.device) -> float:

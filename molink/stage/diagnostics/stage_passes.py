@@ -131,7 +131,7 @@ class StagePasses:
             output = stage.compute_step(batch)
             if stage.is_last:
                 sampled = [SampleRow(_GREEDY, position) for position in wanted]
-                sample_tokens(output.rows, sampled, output.greedy)
+                sample_tokens(output.rows, sampled, output.greedy, stage.draw_rows)
             else:
                 output.rows.cpu()  # as for sending
             if output.normed is not None:

@@ -39,13 +39,7 @@ class SamplingFilters:
     ) -> "SamplingFilters":
         """Copy the filters of all rows, with a random number each, to the device."""
         numbers = [
-            [
-                max(s.temperature, _MIN_TEMPERATURE),
-                effective_top_k(s, vocabulary),
-                s.top_p,
-                math.log(s.min_p) if s.min_p else -math.inf,
-                each,
-            ]
+            filter_numbers(s, each, vocabulary)
             for s, each in zip(params_of_rows, noise, strict=True)
         ]
         return cls(
@@ -84,6 +78,19 @@ class SamplingFilters:
     def noise(self) -> Tensor:
         """Random numbers in [0, 1)."""
         return self.numbers[:, 4:5]
+
+
+def filter_numbers(
+    sampling_params: SamplingParams, noise: float, vocabulary: int
+) -> tuple[float, float, float, float, float]:
+    """Return a row's temperature, top_k, top_p, logarithm of min_p, and random number."""
+    return (
+        max(sampling_params.temperature, _MIN_TEMPERATURE),
+        effective_top_k(sampling_params, vocabulary),
+        sampling_params.top_p,
+        math.log(sampling_params.min_p) if sampling_params.min_p else -math.inf,
+        noise,
+    )
 
 
 def effective_top_k(sampling_params: SamplingParams, vocabulary: int) -> int:

@@ -33,13 +33,20 @@ class SampleRow:
     allowed: bytes | None = None
 
 
+def is_plain(row: SampleRow) -> bool:
+    """Whether the row's token is the one with the largest logit."""
+    params = row.sampling_params
+    is_changed = params.needs_history or bool(params.logit_bias) or row.allowed is not None
+    return params.temperature <= 0 and not is_changed
+
+
 def apply_penalties(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
     """Apply penalties and biases to logits ``[n, V]``; the same tensor if there are none.
 
     Token ids outside the vocabulary are ignored.
     """
     vocabulary = logits.shape[1]
-    penalties, biases = _collect_penalties(rows, vocabulary), _collect_biases(rows, vocabulary)
+    penalties, biases = collect_penalties(rows, vocabulary), collect_biases(rows, vocabulary)
     if penalties is None and biases is None:
         return logits
     changed = logits.clone(memory_format=torch.contiguous_format)
@@ -55,7 +62,7 @@ def apply_penalties(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
     return changed
 
 
-def _collect_penalties(
+def collect_penalties(
     rows: Sequence[SampleRow], vocabulary: int
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """Collect flat indices of penalized logits, their divisors and subtrahends."""
@@ -78,7 +85,7 @@ def _collect_penalties(
     return ids + offsets.repeat_interleave(lengths), factors, amounts
 
 
-def _collect_biases(rows: Sequence[SampleRow], vocabulary: int) -> tuple[Tensor, Tensor] | None:
+def collect_biases(rows: Sequence[SampleRow], vocabulary: int) -> tuple[Tensor, Tensor] | None:
     """Collect flat indices of biased logits, and their biases."""
     found = {
         index * vocabulary + token: bias
@@ -100,9 +107,7 @@ def apply_masks(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
     if not limited:
         return logits
     vocabulary = logits.shape[1]
-    masks = upload_tensor(
-        _mask_bytes([rows[index].allowed or b"" for index in limited], vocabulary), logits.device
-    )
+    masks = upload_masks([rows[index].allowed or b"" for index in limited], logits)
     # Eight tokens at a time: much faster than masked_fill on a CPU, and fewer bytes to a GPU.
     biases = _bias_table(logits.device).index_select(0, masks.flatten().int())
     biases = biases.view(len(limited), -1)[:, :vocabulary].contiguous()
@@ -112,14 +117,14 @@ def apply_masks(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
     return logits.index_copy(0, upload_integers(limited, logits.device), chosen)
 
 
-def _mask_bytes(masks: Sequence[bytes], vocabulary: int) -> Tensor:
-    """Return masks as bytes ``[m, V / 8]``, padded with zeros."""
-    size = -(-vocabulary // _BITS)
+def upload_masks(masks: Sequence[bytes], logits: Tensor) -> Tensor:
+    """Copy masks to the device of ``logits`` ``[n, V]``: ``[m, V / 8]``, padded with zeros."""
+    size = -(-logits.shape[1] // _BITS)
     found = np.zeros((len(masks), size), np.uint8)
     for row, mask in zip(found, masks, strict=True):
         part = np.frombuffer(mask, np.uint8)[:size]
         row[: len(part)] = part
-    return torch.from_numpy(found)
+    return upload_tensor(torch.from_numpy(found), logits.device)
 
 
 @cache

@@ -18,8 +18,14 @@ from molink.stage.device_copy import (
     upload_integers,
     upload_tensor,
 )
+from molink.stage.sampling.compiled_draws import DrawRows
 from molink.stage.sampling.greedy import find_greedy
-from molink.stage.sampling.logits_processors import SampleRow, apply_masks, apply_penalties
+from molink.stage.sampling.logits_processors import (
+    SampleRow,
+    apply_masks,
+    apply_penalties,
+    is_plain,
+)
 from molink.stage.sampling.token_draws import TokenDraws, scatter_rows, uniform_noise
 from molink.wire.messages.data_plane import SamplingParams
 
@@ -37,32 +43,32 @@ class SampledToken:
 
 @torch.inference_mode()
 def sample_tokens(
-    logits: Tensor, rows: Sequence[SampleRow], greedy: Tensor | None = None
+    logits: Tensor,
+    rows: Sequence[SampleRow],
+    greedy: Tensor | None = None,
+    draw_rows: DrawRows | None = None,
 ) -> list[SampledToken | None]:
     """Sample a token per row of ``logits`` (float32 ``[n, V]``, not modified).
 
     Temperature 0 is greedy, with ties to the lowest id. ``greedy`` is the result of
-    :func:`~molink.stage.sampling.greedy.find_greedy` for these logits, if known. A row's token is
-    ``None`` if the row has NaN or infinity, or allows no token. Waits for a GPU once, or twice if a
-    row's likeliest tokens don't suffice.
+    :func:`~molink.stage.sampling.greedy.find_greedy` for these logits, if known, ``draw_rows`` that
+    of :func:`~molink.stage.sampling.create.create_draws`. A row's token is ``None`` if the row has
+    NaN or infinity, or allows no token. Waits for a GPU once. Without ``draw_rows`` it waits again
+    if a row's likeliest tokens don't suffice.
     """
     if not rows:
         return []
-    final = apply_masks(apply_penalties(logits, rows), rows)
-    if greedy is None or final is not logits:
-        greedy = find_greedy(final, logits)
     random = [i for i, row in enumerate(rows) if row.sampling_params.temperature > 0]
     draws: TokenDraws | None = None
-    if random:
-        tokens, finite = greedy.unbind(dim=1)
-        draws = _draw_tokens(final, finite.bool(), rows, random)
-        drawn, settled = draws.draw_candidates()
-        tokens = scatter_rows(tokens.clone(), random, drawn)
-        settled = scatter_rows(torch.ones_like(tokens), random, settled)
-        greedy = torch.stack((tokens, finite, settled), dim=1)
-    reports = _LogprobReports.from_tokens(logits, rows, greedy[:, 0])
+    if greedy is not None and all(map(is_plain, rows)):
+        drawn = greedy
+    elif draw_rows is not None:
+        drawn = draw_rows(logits, rows)
+    else:
+        drawn, draws = _draw_by_torch(logits, rows, random, greedy)
+    reports = _LogprobReports.from_tokens(logits, rows, drawn[:, 0])
     asked = () if reports is None else (reports.token_logprobs, reports.values, reports.ids)
-    numbers, *parts = download_tensors([greedy, *asked])
+    numbers, *parts = download_tensors([drawn, *asked])
     picked, usable, *certain = numbers.t().tolist()
     late: dict[int, int] = {}
     if draws is not None:
@@ -78,7 +84,27 @@ def sample_tokens(
     ]
 
 
-def _draw_tokens(
+def _draw_by_torch(
+    logits: Tensor, rows: Sequence[SampleRow], random: list[int], greedy: Tensor | None
+) -> tuple[Tensor, TokenDraws | None]:
+    """Return :func:`find_greedy`'s columns with drawn tokens, and whether each is final.
+
+    Also returns how to draw the others.
+    """
+    final = apply_masks(apply_penalties(logits, rows), rows)
+    if greedy is None or final is not logits:
+        greedy = find_greedy(final, logits)
+    if not random:
+        return greedy, None
+    tokens, finite = greedy.unbind(dim=1)
+    draws = _prepare_draws(final, finite.bool(), rows, random)
+    drawn, settled = draws.draw_candidates()
+    tokens = scatter_rows(tokens.clone(), random, drawn)
+    settled = scatter_rows(torch.ones_like(tokens), random, settled)
+    return torch.stack((tokens, finite, settled), dim=1), draws
+
+
+def _prepare_draws(
     final: Tensor, finite: Tensor, rows: Sequence[SampleRow], random: list[int]
 ) -> TokenDraws:
     """Prepare draws for rows that aren't greedy; non-finite rows count as zeros."""

@@ -449,6 +449,7 @@ def test_gpu_kernel_chains_end_in_a_universal_kernel(monkeypatch: pytest.MonkeyP
         ["nf4", "unpacked"],
         ["torch"],
         ["compiled-rows", "torch-rows"],
+        ["compiled-sampling"],
         ["flash-attention", "triton-attention", "gather-attention", "plain-attention"],
     ]
 
