@@ -30,9 +30,9 @@ def test_both_benchmarks_time_the_same_step(
         steps.append([batch.tokens.tolist(), batch.sequences, batch.logit_rows])
         return compute(stage, batch)
 
-    def record_sampling(logits: torch.Tensor, rows: Any, greedy: Any) -> Any:
+    def record_sampling(logits: torch.Tensor, rows: Any, *given: Any) -> Any:
         steps[-1] += [len(logits), rows]
-        return sample(logits, rows, greedy)
+        return sample(logits, rows, *given)
 
     monkeypatch.setattr(Stage, "compute_step", record_step)
     monkeypatch.setattr(stage_passes, "sample_tokens", record_sampling)
