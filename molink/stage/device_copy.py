@@ -162,7 +162,8 @@ class _PinnedTurn:
 
 def upload_integers(numbers: "Sequence[int] | array[int]", device: torch.device) -> Tensor:
     """Upload integers as int64 ``[n]``."""
-    packed = numbers if isinstance(numbers, array) else array("q", numbers)
+    is_packed = isinstance(numbers, array) and numbers.typecode == "q"
+    packed = numbers if is_packed else array("q", numbers)
     if not packed:
         return torch.empty(0, dtype=torch.int64, device=device)
     return upload_tensor(torch.frombuffer(packed, dtype=torch.int64), device)

@@ -24,15 +24,17 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from molink.checkpoint.model_folder import ModelFolder
+from molink.ring.step import StepInput
 from molink.stage import stage as stages
 from molink.stage.attention.triton_attention import TileLaunch, TritonAttention
-from molink.stage.batch import SequenceRows, StageInput
 from molink.stage.device_copy import has_pinned
 from molink.stage.gpu_kernels import sampling_kernels
 from molink.stage.sampling import create as sampling
-from molink.stage.sampling.sampler import SampleRow, sample_tokens
 from molink.stage.stage import Stage
-from molink.wire.messages.data_plane import SamplingParams
+from molink.wire.messages.base import Payload
+from molink.wire.messages.data_plane import Admit, RequestSlice, Volume
+from molinkd.worker.request_table import RequestTable
+from molinkd.worker.step import run_step
 from tests.support.fake_cuda import CUDA, SAMPLINGS, Host, build, install_fake
 from tests.support.models import write_model
 
@@ -105,19 +107,13 @@ def prepare_stage(folder: Path, vocabulary: int) -> Stage:
 def make_step(stage: Stage, rows: int, context: int, kind: str) -> Callable[[], object]:
     """A decode step and its sampling, as a worker runs them; each begins a block."""
     each = context // PAGE + 1
-    sequences = tuple(
-        SequenceRows(context, 1, list(range(row * each, (row + 1) * each))) for row in range(rows)
-    )
-    params: SamplingParams = SAMPLINGS[kind]
-    sampled = [SampleRow(params, context)] * rows
-
-    def run() -> object:
-        tokens = torch.tensor([7] * rows, dtype=torch.int64)
-        batch = StageInput(tokens, None, sequences, tuple(range(rows)))
-        output = stage.compute_step(batch)
-        return sample_tokens(output.rows, sampled, output.greedy, stage.draw_rows)
-
-    return run
+    requests = RequestTable()
+    for row in range(rows):
+        requests.admit_request(Admit(0, row, SAMPLINGS[kind], context))
+        requests.append_blocks(row, range(row * each, (row + 1) * each))
+    slices = tuple(RequestSlice(row, context, 1, 0, sample=True) for row in range(rows))
+    step_inputs = (StepInput(Volume(1, False, slices, Payload("f32", (0, 0))), [7] * rows),)
+    return lambda: run_step(stage, requests, step_inputs)
 
 
 def draw_first(logits: Tensor, settings: Tensor, masks: Tensor | None) -> Tensor:

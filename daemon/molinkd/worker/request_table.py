@@ -44,7 +44,7 @@ class StageRequest:
     copy_from_state: int = -1
     adapter: int = 0
     images: "tuple[StageImage, ...]" = ()
-    blocks: list[int] = field(default_factory=list)
+    blocks: "array[int]" = field(default_factory=partial(array, "i"))
     history: "TokenHistory" = field(default_factory=_empty_history)
     known_tokens: "array[int]" = field(default_factory=partial(array, "i"))
     failed: bool = False

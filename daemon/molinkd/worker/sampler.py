@@ -39,23 +39,25 @@ _NO_TOKEN = SampledToken(0)
 class SampledSlice:
     """A slice to sample from. ``first_row`` is the index of its first sampled row in the step.
 
-    ``certain_tokens`` has the only token that the grammar allows after each row, else -1; such rows
-    need no logits. It and ``masks`` are computed before the forward pass, except for prompts, whose
-    grammar may still be compiling.
+    ``drafts`` are its verified ones. ``certain_tokens`` has the only token that the grammar allows
+    after each row, else -1; such rows need no logits. It and ``masks`` are computed before the
+    forward pass, except for prompts, whose grammar may still be compiling.
     """
 
     request_slice: RequestSlice
     request: StageRequest
     first_row: int
+    drafts: Sequence[int] = ()
     masks: Sequence[bytes] | None = None
     certain_tokens: Sequence[int] = ()
 
     @property
-    def logit_rows(self) -> Iterator[int]:
+    def logit_rows(self) -> Sequence[int]:
         """Rows of the step whose logits are needed."""
-        for index in range(1 + len(self.request_slice.verified_drafts)):
-            if not self.certain_tokens or self.certain_tokens[index] < 0:
-                yield self.first_row + index
+        rows = range(self.first_row, self.first_row + 1 + len(self.drafts))
+        if not self.certain_tokens:
+            return rows
+        return [row for row, token in zip(rows, self.certain_tokens, strict=True) if token < 0]
 
 
 def plan_sampling(
@@ -71,9 +73,10 @@ def plan_sampling(
             end += rows.count
             state = requests[rows.request]
             if rows.sample and rows.continues_from(*state.last_sampled):
-                one = SampledSlice(rows, state, end - 1 - len(rows.verified_drafts))
-                if not step_input.volume.prefill:
-                    one.masks = _allowed_masks(state, rows.verified_drafts)
+                drafts = rows.verified_drafts
+                one = SampledSlice(rows, state, end - 1 - len(drafts), drafts)
+                if state.matcher is not None and not step_input.volume.prefill:
+                    one.masks = _allowed_masks(state, drafts)
                     if one.masks is not None and state.sampling_params.logprobs < 0:
                         one.certain_tokens = find_certain_tokens(one.masks, vocab_size)
                 found.append(one)
@@ -94,13 +97,15 @@ def sample_step(
     """
     inputs = []
     for one in wanted:
-        if one.masks is None:
-            one.masks = _allowed_masks(one.request, one.request_slice.verified_drafts)
-        rows = sample_rows(
-            one.request_slice, one.request.sampling_params, one.request.history, one.masks
-        )
-        certain = one.certain_tokens or (-1,) * len(rows)
-        inputs += [row for row, token in zip(rows, certain, strict=True) if token < 0]
+        request, chosen = one.request, one.request_slice
+        if one.masks is None and request.matcher is not None:
+            one.masks = _allowed_masks(request, one.drafts)
+        first = chosen.start + chosen.count - len(one.drafts)
+        rows = sample_rows(first, one.drafts, request.sampling_params, request.history, one.masks)
+        if one.certain_tokens:
+            pairs = zip(rows, one.certain_tokens, strict=True)
+            rows = [row for row, token in pairs if token < 0]
+        inputs += rows
     drawn = iter(sample_tokens(output.rows, inputs, output.greedy, draw_rows))
     found = {id(one.request_slice): _accept_tokens(one, drawn) for one in wanted}
     return _make_results(step_inputs, requests, found)
@@ -123,7 +128,7 @@ def pool_step(
     for one in wanted:
         found[id(one.request_slice)] = [_NO_TOKEN] if finite[first] else []
         pooled[one.request_slice.request] = values[first].numpy().tobytes()
-        first += len(list(one.logit_rows))
+        first += len(one.logit_rows)
     results = _make_results(step_inputs, requests, found)
     payload = Payload("f32", (values.shape[1],))
     return [
@@ -168,7 +173,7 @@ def precompute_masks(requests: RequestTable, results: Collection[StepOutput]) ->
 def _accept_tokens(
     one: SampledSlice, drawn: Iterator[SampledToken | None]
 ) -> Sequence[SampledToken]:
-    drafts = one.request_slice.verified_drafts
+    drafts = one.drafts
     if not one.certain_tokens:
         return accept_tokens(list(islice(drawn, 1 + len(drafts))), drafts)
     tokens = [SampledToken(token) if token >= 0 else next(drawn) for token in one.certain_tokens]

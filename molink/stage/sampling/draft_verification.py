@@ -12,27 +12,27 @@ from collections.abc import Sequence
 from molink.stage.sampling.logits_processors import SampleRow
 from molink.stage.sampling.sampler import SampledToken
 from molink.stage.sampling.token_history import TokenHistory
-from molink.wire.messages.data_plane import RequestSlice, SamplingParams
+from molink.wire.messages.data_plane import SamplingParams
 
 
 def sample_rows(
-    request_slice: RequestSlice,
+    first: int,
+    drafts: Sequence[int],
     sampling_params: SamplingParams,
     history: TokenHistory,
     allowed: Sequence[bytes] | None = None,
 ) -> list[SampleRow]:
-    """Return a slice's sampling inputs: its last row, or the rows of its drafts and the row before.
+    """Return a slice's sampling inputs: of the row before its ``drafts``, and of each draft's row.
 
-    ``allowed`` has each row's allowed tokens, if restricted.
+    ``first`` is the position of the first sampled token. ``allowed`` has each row's allowed tokens,
+    if restricted.
     """
-    drafts = request_slice.verified_drafts
-    masks = allowed or (None,) * (1 + len(drafts))
-    first = request_slice.start + request_slice.count - len(drafts)
-    found = [SampleRow(sampling_params, first, history, masks[0])]
+    found = [SampleRow(sampling_params, first, history, allowed[0] if allowed else None)]
     for index, draft in enumerate(drafts):
         if sampling_params.needs_history:
             history = history.with_token(draft)
-        found.append(SampleRow(sampling_params, first + index + 1, history, masks[index + 1]))
+        mask = allowed[index + 1] if allowed else None
+        found.append(SampleRow(sampling_params, first + index + 1, history, mask))
     return found
 
 

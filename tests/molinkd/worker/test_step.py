@@ -236,7 +236,7 @@ def test_tables_are_whole_even_if_a_copy_fails(
     )
     with pytest.raises(RuntimeError, match="no copy"):
         run_step(stage, requests, [StepInput(header, [1, 2, 3, 4])])
-    assert [requests[request].blocks for request in (0, 1)] == [[0], [1]]
+    assert [list(requests[request].blocks) for request in (0, 1)] == [[0], [1]]
 
 
 def test_a_bad_grammar_fails_its_own_request_only(

@@ -3,7 +3,7 @@
 from molink.stage.sampling.draft_verification import accept_tokens, sample_rows
 from molink.stage.sampling.sampler import SampledToken
 from molink.stage.sampling.token_history import TokenHistory
-from molink.wire.messages.data_plane import RequestSlice, SamplingParams
+from molink.wire.messages.data_plane import SamplingParams
 
 
 def tokens(*ids: int | None) -> list[SampledToken | None]:
@@ -27,13 +27,8 @@ def test_nothing_follows_what_is_unusable() -> None:
 def test_each_row_has_its_position_and_what_comes_before_it() -> None:
     penalty = SamplingParams(presence_penalty=0.5)
     history = TokenHistory([1, 2], [3])
-    rows = sample_rows(RequestSlice(0, 5, 3, 1, sample=True, drafts=(3, 9)), penalty, history)
+    rows = sample_rows(6, (3, 9), penalty, history)
     assert [row.position for row in rows] == [6, 7, 8]
     counts = [row.history.token_counts for row in rows if row.history is not None]
     assert counts == [{1: 0, 2: 0, 3: 1}, {1: 0, 2: 0, 3: 2}, {1: 0, 2: 0, 3: 2, 9: 1}]
     assert history.token_counts == {1: 0, 2: 0, 3: 1}
-
-
-def test_a_prompt_is_sampled_after_its_last_row() -> None:
-    (row,) = sample_rows(RequestSlice(0, 5, 3, 1, sample=True), SamplingParams(), TokenHistory())
-    assert row.position == 8
