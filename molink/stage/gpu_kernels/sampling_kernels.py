@@ -63,7 +63,7 @@ def _load_weights(values, first, count, edge, greatest, scale, BLOCK: tl.constex
 
 
 @triton.jit
-def _find_threshold(
+def _find_edge(
     values,
     count,
     low,
@@ -75,9 +75,10 @@ def _find_threshold(
     THRESHOLDS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Find the smallest key in ``low`` (excluded) to ``high`` with less than ``target`` above it.
+    """Return the key below the smallest one, in ``low`` (excluded) to ``high``, that has less than
+    ``target`` above it: filters keep what is above the result.
 
-    Counts the values above it, or ``WEIGHS`` them. Less is above ``high``.
+    Counts the values above, or ``WEIGHS`` them. Less is above ``high``.
     """
     part = 1 + tl.arange(0, THRESHOLDS)
     while high - low > 1:
@@ -95,7 +96,7 @@ def _find_threshold(
         enough = (above < target) | (keys == high)
         low = tl.max(tl.where(enough, low, keys))
         high = tl.min(tl.where(enough, keys, high))
-    return high
+    return high - 1
 
 
 @triton.jit
@@ -121,6 +122,43 @@ def _draw_candidate(values, ids, count, edge, greatest, scale, noise, default, B
     place = tl.arange(0, BLOCK)
     place = tl.min(tl.where((cumulative > aim) & (weights > 0), place, BLOCK))
     return tl.load(ids + start + place, mask=place < BLOCK, other=default)
+
+
+@triton.jit
+def _scan_row(logits, mask, vocabulary, BLOCK: tl.constexpr):
+    """Return the largest of every ``BLOCK``-th logit, of all, its lowest token, and whether all are
+    finite and one is allowed.
+    """
+    lane = tl.arange(0, BLOCK)
+    best, best_at = tl.full([BLOCK], -_INFINITY, tl.float32), tl.zeros([BLOCK], tl.int32)
+    finite = tl.full([BLOCK], 1, tl.int32)
+    for first in range(0, vocabulary, BLOCK):
+        raw, value = _load_logits(logits, mask, first + lane, vocabulary)
+        finite = tl.where(tl.abs(raw) < _INFINITY, finite, 0)
+        best_at = tl.where(value > best, first + lane, best_at)
+        best = tl.maximum(value, best)
+    greatest = tl.max(best)
+    token = tl.min(tl.where(best == greatest, best_at, vocabulary))
+    usable = (tl.min(finite) > 0) & (greatest > -_INFINITY)
+    return best, greatest, token, usable
+
+
+@triton.jit
+def _copy_candidates(
+    logits, mask, values, ids, vocabulary, edge, greatest, scale, BLOCK: tl.constexpr
+):
+    """Copy logits above ``edge`` and their tokens; return the weight of all, and their number."""
+    lane = tl.arange(0, BLOCK)
+    total, count = tl.zeros([], tl.float64), tl.zeros([], tl.int32)
+    for first in range(0, vocabulary, BLOCK):
+        _, value = _load_logits(logits, mask, first + lane, vocabulary)
+        total += tl.sum(tl.exp2((value - greatest) * scale)).to(tl.float64)
+        is_kept = value > edge
+        place = count + tl.cumsum(is_kept.to(tl.int32), 0) - 1
+        tl.store(values + place, value, mask=is_kept)
+        tl.store(ids + place, first + lane, mask=is_kept)
+        count += tl.sum(is_kept.to(tl.int32))
+    return total, count
 
 
 @triton.jit
@@ -151,17 +189,7 @@ def draw_tokens_kernel(
     mask = masks
     if masks is not None:
         mask += tl.load(settings + 6).to(tl.int64) * mask_width
-    lane = tl.arange(0, BLOCK)
-    best, best_at = tl.full([BLOCK], -_INFINITY, tl.float32), tl.zeros([BLOCK], tl.int32)
-    finite = tl.full([BLOCK], 1, tl.int32)
-    for first in range(0, vocabulary, BLOCK):
-        raw, value = _load_logits(logits, mask, first + lane, vocabulary)
-        finite = tl.where(tl.abs(raw) < _INFINITY, finite, 0)
-        best_at = tl.where(value > best, first + lane, best_at)
-        best = tl.maximum(value, best)
-    greatest = tl.max(best)
-    token = tl.min(tl.where(best == greatest, best_at, vocabulary))
-    usable = (tl.min(finite) > 0) & (greatest > -_INFINITY)
+    best, greatest, token, usable = _scan_row(logits, mask, vocabulary, BLOCK)
     if usable & (temperature > 0):
         scale = (1 / temperature * _LOG2_E).to(tl.float32)
         low, high = tl.full([], _LOWEST, tl.int64), _to_key(greatest)
@@ -169,36 +197,23 @@ def draw_tokens_kernel(
         if top_k > 0:
             if top_k < BLOCK:
                 # The largest values of so many sets bound the row's largest ones.
-                tl.store(values + lane, best)
+                tl.store(values + tl.arange(0, BLOCK), best)
                 tl.debug_barrier()
-                low = (
-                    _find_threshold(
-                        values, BLOCK, low, high, greatest, scale, top_k, False, THRESHOLDS, BLOCK
-                    )
-                    - 1
+                low = _find_edge(
+                    values, BLOCK, low, high, greatest, scale, top_k, False, THRESHOLDS, BLOCK
                 )
                 tl.debug_barrier()
         else:
             # All tokens below weigh so little together that top_p keeps none.
             tail = _to_key((greatest + temperature * log_tail).to(tl.float32)) - 1
             low = tl.maximum(low, tl.maximum(floor, tail))
-        total, count = tl.zeros([], tl.float64), tl.zeros([], tl.int32)
-        edge = _to_value(low)
-        for first in range(0, vocabulary, BLOCK):
-            _, value = _load_logits(logits, mask, first + lane, vocabulary)
-            total += tl.sum(tl.exp2((value - greatest) * scale)).to(tl.float64)
-            is_kept = value > edge
-            place = count + tl.cumsum(is_kept.to(tl.int32), 0) - 1
-            tl.store(values + place, value, mask=is_kept)
-            tl.store(ids + place, first + lane, mask=is_kept)
-            count += tl.sum(is_kept.to(tl.int32))
+        total, count = _copy_candidates(
+            logits, mask, values, ids, vocabulary, _to_value(low), greatest, scale, BLOCK
+        )
         tl.debug_barrier()
         if top_k > 0:
-            low = (
-                _find_threshold(
-                    values, count, low, high, greatest, scale, top_k, False, THRESHOLDS, BLOCK
-                )
-                - 1
+            low = _find_edge(
+                values, count, low, high, greatest, scale, top_k, False, THRESHOLDS, BLOCK
             )
             total = tl.zeros([], tl.float64)
             edge = _to_value(low)
@@ -206,20 +221,8 @@ def draw_tokens_kernel(
                 weights = _load_weights(values, first, count, edge, greatest, scale, BLOCK)
                 total += tl.sum(weights).to(tl.float64)
         if top_p < 1:
-            low = (
-                _find_threshold(
-                    values,
-                    count,
-                    low,
-                    high,
-                    greatest,
-                    scale,
-                    top_p * total,
-                    True,
-                    THRESHOLDS,
-                    BLOCK,
-                )
-                - 1
+            low = _find_edge(
+                values, count, low, high, greatest, scale, top_p * total, True, THRESHOLDS, BLOCK
             )
         edge = _to_value(tl.maximum(low, floor))
         token = _draw_candidate(values, ids, count, edge, greatest, scale, noise, token, BLOCK)
