@@ -25,7 +25,7 @@ _MARGIN = -0.01
 
 
 def draw_rows(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
-    """Draw from raw logits (float32, not modified). See :data:`DrawRows`."""
+    """Draw from raw logits (float32 ``[n, V]``, not modified). See :data:`DrawRows`."""
     from molink.stage.gpu_kernels.sampling_kernels import draw_tokens
 
     logits = _apply_penalties(logits, rows)
