@@ -196,7 +196,7 @@ def draw_tokens_kernel(
         floor = _to_key((greatest + temperature * log_min_p).to(tl.float32)) - 1
         if top_k > 0:
             if top_k < BLOCK:
-                # The largest values of so many sets bound the row's largest ones.
+                # The largest value of each lane bounds the row's largest ones.
                 tl.store(values + tl.arange(0, BLOCK), best)
                 tl.debug_barrier()
                 low = _find_edge(
