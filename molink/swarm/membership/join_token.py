@@ -18,7 +18,7 @@ import msgspec
 from molink.errors import TokenError
 from molink.facts.scalars import Addresses, Count, Text
 from molink.wire.messages.base import PublicKey
-from molink.wire.messages.rendezvous import RendezvousAddress
+from molink.wire.messages.rendezvous import RendezvousAddress, is_place
 from molink.wire.signing import Signer
 
 TOKEN_PREFIX = "molink-"
@@ -104,7 +104,10 @@ def _decode(raw: bytes) -> JoinToken:
         Signer(token.secret_key)
         if token.rendezvous:
             RendezvousAddress.parse(token.rendezvous)
-    except ValueError as error:  # msgspec's errors, invalid UTF-8, and a seed that is no key
+        points = [one for point in token.contact_points for one in point.addresses]
+        if not all(map(is_place, (*token.addresses, *points))):
+            raise ValueError("an address in it is not HOST:PORT")
+    except ValueError as error:  # also msgspec's, of invalid UTF-8, and of a seed that is no key
         raise _malformed_token(str(error)) from None
     return token
 

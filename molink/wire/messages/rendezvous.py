@@ -73,9 +73,9 @@ class RendezvousAddress(NamedTuple):
 
 
 def is_place(text: str) -> bool:
-    """Whether ``text`` is the ``HOST:PORT`` of a rendezvous."""
+    """Whether ``text`` is ``HOST:PORT``, as of a rendezvous."""
     match = _PLACE.fullmatch(text)
-    return match is not None and match["port"] is not None
+    return match is not None and 0 < int(match["port"] or 0) < 65536
 
 
 def generate_secret() -> bytes:

@@ -79,6 +79,14 @@ def test_token_without_a_key_is_malformed(seed: str) -> None:
         JoinToken.parse(text, now=0)
 
 
+@pytest.mark.parametrize("address", ["x", "*:*", "a.lan:99999", "a.lan:0", "a b:1", "fe80::1"])
+def test_token_with_an_impossible_address_is_malformed(address: str) -> None:
+    text = str(msgspec.structs.replace(token(), addresses=("a.lan:5466", address)))
+    with pytest.raises(TokenError, match="an address in it is not HOST:PORT") as caught:
+        JoinToken.parse(text, now=0)
+    assert "\n" not in str(caught.value)
+
+
 @given(st.data())
 def test_any_typo_is_detected(data: st.DataObject) -> None:
     text = str(token())
