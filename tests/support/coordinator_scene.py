@@ -238,6 +238,7 @@ class Scene:
 
     async def revoke(self, owner: Peer, target: str) -> RevokeReply:
         """Revoke a PC, and wait until all others have reconnected."""
+        await owner.client.wait_connected(60.0)  # it may still reconnect after a restart
         before = owner.connections
         reply = await owner.ask(RevokeRequest(ref=0, target=target))
         await self.until(lambda: owner.connections > before)
