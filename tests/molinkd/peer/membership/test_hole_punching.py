@@ -27,6 +27,7 @@ from molinkd.peer.membership import relay_server, relayed_routes
 from molinkd.peer.membership.hole_punching import PunchBackoff, connect_shared, may_punch, punch
 from molinkd.peer.membership.relayed_stream import NO_ROUTE, RelayedStream
 from molinkd.splice import Stream, open_pair
+from tests.support.coordinator_scene import lasting_port
 from tests.support.net import until
 from tests.support.relay_bench import END_SECRET, ID, Bench, ended, open_bench
 
@@ -70,16 +71,15 @@ async def bench(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Bench]:
         yield made
 
 
-async def free_ports() -> tuple[int, int]:
-    with socket.socket() as one, socket.socket() as other:
-        one.bind(("127.0.0.1", 0))
-        other.bind(("127.0.0.1", 0))
-        return one.getsockname()[1], other.getsockname()[1]
+def free_ports() -> tuple[int, int]:
+    """Two ports that no other program's outgoing connection gets meanwhile."""
+    one = lasting_port()
+    return one, next(port for port in iter(lasting_port, None) if port != one)
 
 
 @needs_shared_ports
 async def test_two_ends_meet() -> None:
-    a, b = await free_ports()
+    a, b = free_ports()
     one, other = await asyncio.gather(
         punch(a, ("127.0.0.1", b), "dials", END_SECRET, NONCE),
         punch(b, ("127.0.0.1", a), "waits", END_SECRET, NONCE),
@@ -96,7 +96,7 @@ async def test_two_ends_meet() -> None:
 @pytest.mark.parametrize("wrong", ["secret", "nonce"])
 async def test_another_end_is_not_found(monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
     monkeypatch.setattr(module, "PUNCH_S", 0.5)
-    a, b = await free_ports()
+    a, b = free_ports()
     other_secret = b"x" * 32 if wrong == "secret" else END_SECRET
     other_nonce = b"x" * STREAM_NONCE_BYTES if wrong == "nonce" else NONCE
     found = await asyncio.gather(
@@ -120,7 +120,7 @@ async def dial(port: int) -> Stream:
 @pytest.mark.parametrize("says", [b"", b"x" * DIRECT_PROOF_BYTES, b"GET / HTTP/1.1\r\n\r\n"])
 async def test_strangers_change_nothing(says: bytes) -> None:
     """The waiting end sends them nothing, and still meets its peer."""
-    a, b = await free_ports()
+    a, b = free_ports()
     waiting = asyncio.create_task(punch(b, ("127.0.0.1", a), "waits", END_SECRET, NONCE))
     strangers = [await dial(b) for _ in range(module._MAX_UNPROVEN - 1)]
     for _, writer in strangers:
@@ -341,7 +341,7 @@ async def test_all_addresses_of_a_name_are_tried(
 ) -> None:
     """A PC without IPv6 also resolves names that have an IPv6 address."""
     port = await bench.serve()
-    closed, _ = await free_ports()
+    closed, _ = free_ports()
 
     async def find(host: str, port: int, **_: object) -> list[tuple[Any, ...]]:
         targets = (("127.0.0.1", closed), (host, port))
