@@ -424,7 +424,7 @@ KINDS = (
 )
 BLOCKS = (5, 0, 17, 3, 9, 30, 2, 40, 11, 12, 13, 21, 22, 23, 1, 4, 6, 7, 8, 10)
 #: Tokens of a prompt, and of a greedy answer, which begins two new blocks.
-LENGTH, ANSWER = 75, 16
+LENGTH, ANSWER = 75, 32
 MakeReference = Callable[[Path], Reference]
 
 
