@@ -32,7 +32,7 @@ from tests.support.rings import Stages, VirtualRing, WholeLink
 from tests.support.stage import Reference
 
 SPLITS = ((0, 1), (1, 3), (3, 4))
-BLOCK_SIZE, ANSWER = 4, 20
+BLOCK_SIZE, ANSWER = 4, 32
 GREEDY = SamplingParams(temperature=0.0)
 LENGTHS = (3, 41, 8, 22, 1, 30)
 FAMILIES = (
@@ -177,7 +177,7 @@ def test_answers_are_those_of_transformers(
 def test_preempted_requests_are_recomputed(
     stages: Sequence[Stage], prompts: Prompts, expected: dict[str, list[int]]
 ) -> None:
-    served = States(stages, num_blocks=17)
+    served = States(stages, num_blocks=24)
     served.submit(prompts)
     assert served.finish() == expected
     counters, _ = served.scheduler.collect_stats()
@@ -260,7 +260,7 @@ def test_repeated_prompts_share_few_slots(
     stages: Sequence[Stage], prompts: Prompts, expected: dict[str, list[int]]
 ) -> None:
     """Requests are preempted and snapshots dropped for others, but no answer changes."""
-    served = States(stages, num_blocks=20, state_slots=5, min_snapshot_rows=1)
+    served = States(stages, num_blocks=28, state_slots=5, min_snapshot_rows=1)
     for turn in "ab":  # the last prompts first, before their snapshots are evicted
         served.submit({f"{turn}{key}": prompts[key] for key in sorted(prompts, reverse=turn > "a")})
         served.finish()
@@ -279,7 +279,7 @@ SAMPLED = SamplingParams(temperature=0.9, seed=5, repetition_penalty=1.1)
     ("drafts", "sampling", "limits"),
     [
         (MAX_DRAFTS, GREEDY, {"num_blocks": 192, "state_slots": 16}),
-        (4, SAMPLED, {"num_blocks": 24, "state_slots": 5, "max_num_batched_tokens": 7}),
+        (4, SAMPLED, {"num_blocks": 28, "state_slots": 5, "max_num_batched_tokens": 7}),
     ],
     ids=["greedy and cached", "sampled and preempted"],
 )
@@ -306,7 +306,7 @@ def test_drafts_change_no_answer(
     counters, _ = served.scheduler.collect_stats()
     drafted = counters["scheduler_draft_tokens_total"]
     assert 50 < counters["scheduler_draft_tokens_accepted_total"] < drafted
-    if limits["num_blocks"] > 24:
+    if limits["num_blocks"] > 28:
         assert any(served.cached[f"b{key}"] for key in prompts)
     else:
         assert counters["scheduler_preemptions_total"]
