@@ -63,6 +63,16 @@ def _load_weights(values, first, count, edge, greatest, scale, BLOCK: tl.constex
 
 
 @triton.jit
+def _sum_weights(values, count, edge, greatest, scale, BLOCK: tl.constexpr):
+    """Sum the weights of candidates above ``edge``."""
+    total = tl.zeros([], tl.float64)
+    for first in range(0, count, BLOCK):
+        weights = _load_weights(values, first, count, edge, greatest, scale, BLOCK)
+        total += tl.sum(weights).to(tl.float64)
+    return total
+
+
+@triton.jit
 def _find_edge(
     values,
     count,
@@ -102,10 +112,7 @@ def _find_edge(
 @triton.jit
 def _draw_candidate(values, ids, count, edge, greatest, scale, noise, default, BLOCK: tl.constexpr):
     """Draw from the candidates above ``edge``: first the block, then the token."""
-    total = tl.zeros([], tl.float64)
-    for first in range(0, count, BLOCK):
-        weights = _load_weights(values, first, count, edge, greatest, scale, BLOCK)
-        total += tl.sum(weights).to(tl.float64)
+    total = _sum_weights(values, count, edge, greatest, scale, BLOCK)
     aim, before = noise * total, tl.zeros([], tl.float64)
     start, share = tl.zeros([], tl.int32), tl.zeros([], tl.float64)
     for first in range(0, count, BLOCK):
@@ -215,11 +222,7 @@ def draw_tokens_kernel(
             low = _find_edge(
                 values, count, low, high, greatest, scale, top_k, False, THRESHOLDS, BLOCK
             )
-            total = tl.zeros([], tl.float64)
-            edge = _to_value(low)
-            for first in range(0, count, BLOCK):
-                weights = _load_weights(values, first, count, edge, greatest, scale, BLOCK)
-                total += tl.sum(weights).to(tl.float64)
+            total = _sum_weights(values, count, _to_value(low), greatest, scale, BLOCK)
         if top_p < 1:
             low = _find_edge(
                 values, count, low, high, greatest, scale, top_p * total, True, THRESHOLDS, BLOCK

@@ -41,11 +41,7 @@ from molink.wire.messages.relay import (
     RelayedRoute,
 )
 from molinkd.peer.membership.addresses import LOOPBACK
-from molinkd.peer.membership.hole_punching import (
-    PunchBackoff,
-    may_punch,
-    punch,
-)
+from molinkd.peer.membership.hole_punching import PunchBackoff, may_punch, punch
 from molinkd.peer.membership.relay_ends import (
     CONNECT_TIMEOUT_S,
     accept_local,
